@@ -1,0 +1,408 @@
+"""The typed configuration tree: every field a run can set, its default, and the checks between fields.
+
+A run's file (`configs/*.py`) has `get_config() -> Config`. Nothing below this module gives a
+hyperparameter a default, so a value that is not here or in the run's file does not exist. No JAX is
+imported: reading and checking a configuration is instant.
+
+The annotations are real types, not strings (no `from __future__ import annotations`), because
+`ml_collections.config_flags` reads them to parse `--config.a.b=value`.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.errors import UserError
+
+# What a string field may hold. One table, so that the check, the message and the documentation agree.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.source": ("python", "text", "jsonl", "parquet", "tokens"),
+    "optimizer.name": ("sgd", "momentum", "adam", "adamw", "adafactor", "lion", "muon"),
+    "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
+    "precision.policy": ("auto", "fp32", "bf16"),
+    "remat.policy": ("none", "full"),
+    "ledger.check": ("off", "warn", "strict"),
+    "model.mlp": ("gelu", "swiglu", "geglu"),
+    "model.norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one"),
+    "model.norm_placement": ("pre", "sandwich"),
+    "model.positions": ("learned", "rotary"),
+    "model.rope_scaling": ("none", "linear", "llama3", "yarn"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Every number that defines a transformer; the published ones stand in `jaxllm.architectures`.
+
+    Frozen and hashable: it is a static argument of the jitted programs.
+    """
+
+    vocab_size: int
+    layers: int
+    width: int  # model dimension D
+    heads: int  # query heads N
+    kv_heads: int  # key/value heads K; N % K == 0
+    head_dim: int  # H; not always width / heads
+    mlp_width: int  # F; of one expert, where there are experts
+    context_length: int  # positions the model was made for
+    mlp: str  # gelu (tanh approximation, two matrices) | swiglu | geglu (three matrices)
+    norm: str  # layernorm | rmsnorm | rmsnorm_plus_one (scale is 1 + w)
+    norm_placement: str  # pre | sandwich (a norm before and after each sub-layer)
+    norm_eps: float
+    positions: str  # learned | rotary
+    qkv_bias: bool
+    out_bias: bool  # attention output projection
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    init_std: float
+    pattern: tuple[str, ...] = ("full",)  # kinds of consecutive layers, repeated: full | sliding
+    window: int = 0  # tokens a sliding layer sees, itself included; 0 where no layer slides
+    embedding_scale: float = 1.0
+    query_scale: float = 0.0  # attention logits are multiplied by it; 0 stands for head_dim ** -0.5
+    attention_softcap: float = 0.0  # 0 is no cap
+    logit_softcap: float = 0.0
+    rope_theta: float = 10_000.0
+    rope_theta_sliding: float = 0.0  # of sliding layers, never scaled; 0: the same as rope_theta, scaled alike
+    rope_scaling: str = "none"  # none | linear | llama3 | yarn
+    rope_factor: float = 1.0
+    rope_original_context: int = 0  # llama3 and yarn: context before scaling
+    rope_low_freq_factor: float = 1.0  # llama3
+    rope_high_freq_factor: float = 4.0  # llama3
+    rope_beta_fast: float = 32.0  # yarn
+    rope_beta_slow: float = 1.0  # yarn
+    experts: int = 0  # 0 is a dense MLP
+    experts_per_token: int = 0
+    normalize_routing: bool = True  # the chosen experts' weights sum to 1
+    router_aux_weight: float = 0.0  # of the load-balancing loss
+    unroll: int = 1  # layer-pattern repeats unrolled in one scan iteration
+
+    @property
+    def attention_scale(self) -> float:
+        return self.query_scale or self.head_dim**-0.5
+
+    @property
+    def gated(self) -> bool:
+        """A gated MLP has three matrices, a plain one two."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def repeats(self) -> int:
+        """Times the whole layer pattern is repeated: the length of the scan over layers."""
+        return self.layers // len(self.pattern)
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """Kinds of the layers after the last whole pattern."""
+        return self.pattern[: self.layers % len(self.pattern)]
+
+
+if typing.TYPE_CHECKING:
+    ModelConfig = Any
+else:
+    # `name` and, beside it, every field of Architecture as an optional override. Made from Architecture,
+    # so that a new field is declared once.
+    ModelConfig = dataclasses.make_dataclass(
+        "ModelConfig",
+        [
+            ("name", str, dataclasses.field(default="gpt2")),
+            *((f.name, f.type | None, dataclasses.field(default=None)) for f in dataclasses.fields(Architecture)),
+        ],
+    )
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """What is read, and how it becomes batches."""
+
+    source: str = "python"  # python: the standard library's own source | text | jsonl | parquet | tokens
+    path: str = ""  # a file or glob; unused by the python source
+    validation_path: str = ""  # held-out files; "" holds out documents by a hash of their names
+    validation_fraction: float = 0.05  # of the documents, where validation_path is ""
+    text_field: str = "text"  # jsonl key or parquet column
+    tokenizer: str = "bytes"  # bytes, or the path of a tokenizer.json
+    token_dtype: str = "uint16"  # of the tokens source (.bin)
+    sequence_length: int = 256
+    shuffle: bool = True
+    shuffle_window: int = 256  # packed rows mixed after packing, so that one long document does not fill a batch
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """The update rule and its schedule."""
+
+    name: str = "adamw"
+    peak_lr: float = 3e-4
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0  # wsd: length of the final decay; 0 is a fifth of the run
+    final_lr_fraction: float = 0.0  # of peak_lr, at the end
+    weight_decay: float = 0.0  # decoupled; on matrices, never on biases or norms
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0  # global gradient norm; 0 is off
+
+
+@dataclasses.dataclass
+class PrecisionConfig:
+    policy: str = "auto"  # auto: fp32 on a CPU, bf16 elsewhere | fp32 | bf16 (compute; weights stay fp32)
+
+
+@dataclasses.dataclass
+class RematConfig:
+    policy: str = "none"  # none | full (only each block's input is kept for the backward pass)
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices along each mesh axis."""
+
+    data: int = 1  # copies of the model, each with its share of the batch
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    steps: int = 1000  # updates
+    batch_size: int = 8  # sequences a step, over all devices and micro-batches
+    accumulate: int = 1  # micro-batches a step
+    loss_chunk: int = 4096  # tokens whose logits exist at one time
+    seed: int = 0  # of the initial weights
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    every: int = 200  # steps; the last step is always saved; 0 saves only that
+    keep: int = 2  # newest checkpoints kept
+
+
+@dataclasses.dataclass
+class EvalConfig:
+    every: int = 200  # steps; the last step is always evaluated; 0 evaluates only that
+    batches: int = 16  # at most; the same ones every time
+
+
+@dataclasses.dataclass
+class LogConfig:
+    every: int = 10  # steps between lines where the terminal is not live; metrics.jsonl has every step
+    tensorboard: bool = False
+    profile_start: int = 0  # first step of the jax.profiler trace
+    profile_steps: int = 0  # 0 is no trace
+
+
+@dataclasses.dataclass
+class LedgerConfig:
+    check: str = "warn"  # off | warn | strict (stop when the persistent state is not what the ledger says)
+
+
+@dataclasses.dataclass
+class Config:
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    remat: RematConfig = dataclasses.field(default_factory=RematConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    ledger: LedgerConfig = dataclasses.field(default_factory=LedgerConfig)
+
+
+def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Flat view of a configuration tree: dotted path -> value."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= field_paths(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+def unknown_key(path: str) -> UserError:
+    """The error for a key that is not in the tree: it names the nearest key that is."""
+    known = list(field_paths(Config()))
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.0)[0]
+    # A right field in a wrong section is a commoner slip than a near spelling.
+    same_leaf = [key for key in known if key.split(".")[-1] == path.split(".")[-1]]
+    return UserError(f"config has no field '{path}'; did you mean '{same_leaf[0] if same_leaf else near}'?")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain dictionaries, for JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """Inverse of `to_dict`.
+
+    Raises:
+      UserError: a key that is not in the tree, or a value of the wrong type.
+    """
+    config = Config()
+    for section, fields in values.items():
+        if not hasattr(config, section):
+            raise unknown_key(section)
+        for name, value in fields.items():
+            target = getattr(config, section)
+            if not hasattr(target, name):
+                raise unknown_key(f"{section}.{name}")
+            setattr(target, name, tuple(value) if isinstance(value, list) else value)
+    check_types(config)
+    return config
+
+
+def check_types(config: Config) -> None:
+    """Every field holds a value of its annotated type, and a string one of its choices.
+
+    Raises:
+      UserError: names the field, its value and what it may be.
+    """
+    for section in dataclasses.fields(config):
+        node = getattr(config, section.name)
+        for extra in vars(node).keys() - {f.name for f in dataclasses.fields(node)}:
+            raise unknown_key(f"{section.name}.{extra}")
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            path = f"{section.name}.{field.name}"
+            if not _is_instance(value, field.type):
+                wanted = getattr(field.type, "__name__", str(field.type))
+                raise UserError(f"config.{path} is {value!r} ({type(value).__name__}); it must be {wanted}")
+            if path in CHOICES and value is not None and value not in CHOICES[path]:
+                near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.0)[0]
+                raise UserError(
+                    f"config.{path} is {value!r}; it must be one of {', '.join(CHOICES[path])} (did you mean {near!r}?)"
+                )
+
+
+def _is_instance(value: Any, annotation: Any) -> bool:
+    """isinstance for the annotations used above: scalars, tuples of strings, and their optional forms."""
+    if isinstance(annotation, types.UnionType):
+        return any(_is_instance(value, option) for option in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, typing.get_args(annotation)[0]) for item in value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)
+
+
+def check_architecture(model: Architecture) -> None:
+    """Relations between the numbers of one architecture.
+
+    Raises:
+      UserError: names both fields and a fix.
+    """
+    for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "context_length"):
+        if getattr(model, name) < 1:
+            raise UserError(f"config.model.{name} is {getattr(model, name)}; it must be at least 1")
+    if model.heads % model.kv_heads:
+        raise UserError(
+            f"config.model.heads ({model.heads}) is not a multiple of config.model.kv_heads ({model.kv_heads}); "
+            f"set kv_heads to a divisor of {model.heads}"
+        )
+    if not model.pattern or set(model.pattern) - {"full", "sliding"}:
+        raise UserError(f"config.model.pattern is {model.pattern!r}; it lists layer kinds, each 'full' or 'sliding'")
+    if "sliding" in model.pattern and model.window < 1:
+        raise UserError(
+            f"config.model.window is {model.window} while config.model.pattern has sliding layers; "
+            "set window to the tokens such a layer sees"
+        )
+    if model.positions == "rotary" and model.head_dim % 2:
+        raise UserError(
+            f"config.model.head_dim ({model.head_dim}) is odd while config.model.positions is 'rotary', "
+            "which turns pairs; make head_dim even"
+        )
+    if model.rope_scaling in ("llama3", "yarn") and model.rope_original_context < 1:
+        raise UserError(
+            f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
+            f"{model.rope_original_context}; set rope_original_context to the context before scaling"
+        )
+    if model.rope_factor <= 0:
+        raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
+    if model.experts and not 1 <= model.experts_per_token <= model.experts:
+        raise UserError(
+            f"config.model.experts_per_token ({model.experts_per_token}) must be between 1 and "
+            f"config.model.experts ({model.experts})"
+        )
+    if model.unroll < 1:
+        raise UserError(f"config.model.unroll is {model.unroll}; it must be at least 1 (1 is no unrolling)")
+
+
+def check(config: Config, model: Architecture) -> None:
+    """All of a run's configuration: types, choices, and the relations between fields.
+
+    Args:
+      config: the tree as the user wrote it.
+      model: its model, resolved by `jaxllm.architectures.resolve`.
+    Raises:
+      UserError: one line naming the fields and the fix.
+    """
+    check_types(config)
+    check_architecture(model)
+    data, train, optimizer = config.data, config.train, config.optimizer
+    for path, least in _LEAST.items():
+        value = field_paths(config)[path]
+        if value < least:
+            raise UserError(f"config.{path} is {value}; it must be at least {least}")
+    if data.sequence_length > model.context_length:
+        raise UserError(
+            f"config.data.sequence_length ({data.sequence_length}) is longer than config.model.context_length "
+            f"({model.context_length}); shorten the first or raise the second"
+        )
+    if data.source != "python" and not data.path:
+        raise UserError(f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob")
+    if not 0 < data.validation_fraction < 1:
+        raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
+    if train.batch_size % (train.accumulate * config.mesh.data):
+        raise UserError(
+            f"config.train.batch_size ({train.batch_size}) is not a multiple of config.train.accumulate "
+            f"({train.accumulate}) × config.mesh.data ({config.mesh.data}); "
+            f"the next that is: {_next_multiple(train.batch_size, train.accumulate * config.mesh.data)}"
+        )
+    if optimizer.warmup_steps > train.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) is more than config.train.steps "
+            f"({train.steps}); shorten the warm-up"
+        )
+    if optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
+            f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
+        )
+    if optimizer.peak_lr <= 0:
+        raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
+
+
+_LEAST: dict[str, int] = {
+    "data.sequence_length": 2,
+    "data.shuffle_window": 1,
+    "mesh.data": 1,
+    "train.steps": 1,
+    "train.batch_size": 1,
+    "train.accumulate": 1,
+    "train.loss_chunk": 1,
+    "optimizer.warmup_steps": 0,
+    "optimizer.decay_steps": 0,
+    "optimizer.clip_norm": 0,
+    "optimizer.weight_decay": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "eval.every": 0,
+    "eval.batches": 1,
+    "log.every": 1,
+    "log.profile_start": 0,
+    "log.profile_steps": 0,
+}
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of
