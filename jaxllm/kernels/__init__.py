@@ -1,0 +1,1 @@
+"""Attention: the reference that every kernel is held to."""

@@ -1,0 +1,127 @@
+"""The attention sub-layer: projections, positions, and keys and values from the sequence or from a cache."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.config import Architecture
+from jaxllm.kernels import reference
+from jaxllm.model.layers import norm, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Where the tokens of one forward pass stand.
+
+    Attributes:
+      positions: of each token in its own sequence.
+      segments: tokens attend within one segment only; None where a row is one sequence.
+      valid: False for padding, which is never written to a cache; None where every token is real.
+      angles: rotary (cos, sin) of each layer kind; empty for learned positions.
+    """
+
+    positions: Int[Array, "B T"]
+    segments: Int[Array, "B T"] | None
+    valid: Bool[Array, "B T"] | None
+    angles: dict[str, tuple[Array, Array]]
+
+
+def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -> Array:
+    y = jnp.einsum("btd,dnh->btnh", x, params[name])
+    if model.qkv_bias:
+        y = y + params[f"{name}_bias"]
+    return y
+
+
+def attention(
+    x: Float[Array, "B T D"],
+    params: dict[str, Any],
+    model: Architecture,
+    kind: str,
+    span: Span,
+    cache: "LayerCache | None" = None,
+) -> tuple[Float[Array, "B T D"], "LayerCache | None"]:
+    """Self-attention of one layer, over the tokens given or over those and a cache's.
+
+    Returns:
+      (output, the cache with these tokens written; None where none was given).
+    """
+    q, k, v = (_project(x, params, name, model) for name in "qkv")
+    if model.qk_norm:
+        kind_of_norm = "rmsnorm" if model.norm == "layernorm" else model.norm
+        q = norm(q, params["q_norm"], kind_of_norm, model.norm_eps)
+        k = norm(k, params["k_norm"], kind_of_norm, model.norm_eps)
+    if span.angles:
+        q, k = rotate(q, span.angles[kind]), rotate(k, span.angles[kind])
+    q, k, v = (checkpoint_name(y, "attn_qkv") for y in (q, k, v))
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+    if cache is None:
+        key_positions, key_segments = span.positions, span.segments
+    else:
+        k, v, key_positions, cache = cache.extend(k, v, span)
+        key_segments = None
+    window = model.window if kind == "sliding" else 0
+    mask = reference.attention_mask(span.positions, key_positions, span.segments, key_segments, window)
+    y = reference.attention(q, k, v, mask, scale=model.attention_scale, softcap=model.attention_softcap)
+    y = checkpoint_name(y, "attn_context")
+    y = jnp.einsum("btnh,nhd->btd", y, params["out"])
+    if model.out_bias:
+        y = y + params["out_bias"]
+    return checkpoint_name(y, "attn_out"), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's view of the stacked cache arrays while a block runs.
+
+    The stacks travel whole and are written in place at `layer`: slices taken out and stacked again would
+    be a second copy of the cache.
+
+    Attributes:
+      k, v: [repeats, B, K, S, H].
+      layer: index into the first dimension.
+      lengths: tokens of each row in the cache before this pass.
+      capacity: tokens a row may have; fewer slots than that make the layer a ring.
+    """
+
+    k: Float[Array, "L B K S H"]
+    v: Float[Array, "L B K S H"]
+    layer: Int[Array, ""] | int
+    lengths: Int[Array, " B"]
+    capacity: int
+
+    def extend(self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], span: Span) -> tuple[Any, ...]:
+        """Writes T tokens; returns keys, values, the position of each (negative: none), and the new cache.
+
+        Position p lives in slot p mod S. A ring cannot hold T new tokens and all that the first of them
+        may see, so there several new tokens attend to the old slots and themselves, and are written after.
+        """
+        B, _, T, _ = k.shape
+        S = self.k.shape[3]
+        valid = jnp.ones((B, T), bool) if span.valid is None else span.valid
+        after = self.lengths + valid.sum(1, dtype=jnp.int32)
+        # Of tokens that share a slot only the last is written; padding goes nowhere (out of bounds: dropped).
+        kept = valid & (span.positions >= after[:, None] - S) & (span.positions < self.capacity)
+        slot = jnp.where(kept, span.positions % S, S)
+        rows = jnp.arange(B)[:, None]
+        new_k = self.k.at[self.layer, rows, :, slot].set(k.swapaxes(1, 2).astype(self.k.dtype), mode="drop")
+        new_v = self.v.at[self.layer, rows, :, slot].set(v.swapaxes(1, 2).astype(self.v.dtype), mode="drop")
+        cache = dataclasses.replace(self, k=new_k, v=new_v)
+        if T == 1 or S >= self.capacity:
+            positions = _slot_positions(after, S)
+            return new_k[self.layer].astype(k.dtype), new_v[self.layer].astype(v.dtype), positions, cache
+        old = _slot_positions(self.lengths, S)
+        new = jnp.where(valid, span.positions, -1)
+        keys = jnp.concatenate([self.k[self.layer].astype(k.dtype), k], axis=2)
+        values = jnp.concatenate([self.v[self.layer].astype(v.dtype), v], axis=2)
+        return keys, values, jnp.concatenate([old, new], axis=1), cache
+
+
+def _slot_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
+    """Position held by each slot of rows that have `lengths` tokens; negative where none is."""
+    last = lengths[:, None] - 1
+    return last - (last - jnp.arange(slots)) % slots

@@ -1,0 +1,101 @@
+"""The pieces of a block that are neither attention nor experts: norms, positions, the dense MLP."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxllm.config import Architecture
+
+
+def norm(x: Float[Array, "*batch D"], params: dict[str, Array], kind: str, eps: float) -> Float[Array, "*batch D"]:
+    """LayerNorm (Ba et al. 2016), RMSNorm (Zhang & Sennrich 2019), or RMSNorm whose scale is 1 + w (Gemma).
+
+    Statistics are float32 whatever x is; the result has x's dtype.
+    """
+    x32 = x.astype(jnp.float32)
+    if kind == "layernorm":
+        x32 = x32 - x32.mean(-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
+    scale = params["scale"].astype(jnp.float32)
+    x32 = x32 * (1.0 + scale if kind == "rmsnorm_plus_one" else scale)
+    if "bias" in params:
+        x32 = x32 + params["bias"].astype(jnp.float32)
+    return x32.astype(x.dtype)
+
+
+def rope_frequencies(model: Architecture, kind: str) -> tuple[np.ndarray, float]:
+    """Angular frequency of each rotary pair, after context scaling, and the factor on queries and keys.
+
+    Sources: rotary positions, Su et al. 2021; linear, Chen et al. 2023; YaRN, Peng et al. 2023, section 3
+    (the factor is its attention temperature, √(1/t) = 0.1·ln(s) + 1); llama3, the Llama 3.1 release.
+
+    Returns:
+      ([H/2] float64 radians a position, factor).
+    """
+    H = model.head_dim
+    sliding_base = kind == "sliding" and model.rope_theta_sliding > 0
+    theta = model.rope_theta_sliding if sliding_base else model.rope_theta
+    frequency = theta ** (-np.arange(0, H, 2, dtype=np.float64) / H)
+    if model.rope_scaling == "none" or sliding_base:
+        return frequency, 1.0
+    scaled = frequency / model.rope_factor
+    if model.rope_scaling == "linear":
+        return scaled, 1.0
+    turns = model.rope_original_context * frequency / (2 * np.pi)  # rotations within the original context
+    if model.rope_scaling == "llama3":
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return keep * frequency + (1 - keep) * scaled, 1.0
+    assert model.rope_scaling == "yarn", model.rope_scaling
+
+    def pair_with_turns(count: float) -> float:
+        return H * math.log(model.rope_original_context / (count * 2 * np.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_with_turns(model.rope_beta_fast)), 0)
+    last = min(math.ceil(pair_with_turns(model.rope_beta_slow)), H - 1)
+    # A ramp over pairs, from kept (many turns) to interpolated (few).
+    interpolate = np.clip((np.arange(H // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    factor = 0.1 * math.log(model.rope_factor) + 1.0 if model.rope_factor > 1 else 1.0
+    return (1 - interpolate) * frequency + interpolate * scaled, factor
+
+
+def rotate(x: Float[Array, "B T heads H"], angles: tuple[Array, Array]) -> Float[Array, "B T heads H"]:
+    """Turns pair (i, i + H/2) of each head by its position's angle; `angles` from `rope_angles`."""
+    cos, sin = angles
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def rope_angles(positions: Int[Array, "B T"], model: Architecture, kind: str) -> tuple[Array, Array]:
+    """(cos, sin), each [B, T, 1, H/2] float32, of a layer kind."""
+    frequency, factor = rope_frequencies(model, kind)
+    angle = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
+    return factor * jnp.cos(angle), factor * jnp.sin(angle)
+
+
+def activation(gate: Array, kind: str) -> Array:
+    """SiLU for SwiGLU; GELU's tanh approximation (Hendrycks & Gimpel 2016) for GELU and GeGLU."""
+    return jax.nn.silu(gate) if kind == "swiglu" else jax.nn.gelu(gate, approximate=True)
+
+
+def mlp(x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture) -> Float[Array, "B T D"]:
+    """The dense MLP: two matrices, or three where it is gated (Shazeer 2020)."""
+
+    def project(name: str) -> Array:
+        y = jnp.einsum("btd,df->btf", x, params[name])
+        if model.mlp_bias:
+            y = y + params[f"{name}_bias"]
+        return checkpoint_name(y, f"mlp_{name}")
+
+    up = project("up")
+    hidden = activation(project("gate"), model.mlp) * up if model.gated else activation(up, model.mlp)
+    y = jnp.einsum("btf,fd->btd", hidden, params["down"])
+    if model.mlp_bias:
+        y = y + params["down_bias"]
+    return checkpoint_name(y, "mlp_out")
