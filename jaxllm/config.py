@@ -229,10 +229,17 @@ def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
 def unknown_key(path: str) -> UserError:
     """The error for a key that is not in the tree: it names the nearest key that is."""
     known = list(field_paths(Config()))
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.0)[0]
-    # A right field in a wrong section is a commoner slip than a near spelling.
-    same_leaf = [key for key in known if key.split(".")[-1] == path.split(".")[-1]]
-    return UserError(f"config has no field '{path}'; did you mean '{same_leaf[0] if same_leaf else near}'?")
+    section, _, leaf = path.partition(".")
+    sections = [field.name for field in dataclasses.fields(Config)]
+    # A right field in a wrong section is a commoner slip than a near spelling; so is one without its section.
+    candidates = [key for key in known if key.split(".")[-1] == (leaf or section)]
+    if not candidates and not leaf:
+        candidates = difflib.get_close_matches(section, sections, n=1, cutoff=0.0)
+    elif not candidates and section in sections:
+        leaves = [key.split(".")[-1] for key in known if key.startswith(f"{section}.")]
+        candidates = [f"{section}.{near}" for near in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.0)]
+    near = (candidates or difflib.get_close_matches(path, known, n=1, cutoff=0.0))[0]
+    return UserError(f"config has no field '{path}'; did you mean '{near}'?")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -250,6 +257,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     for section, fields in values.items():
         if not hasattr(config, section):
             raise unknown_key(section)
+        if not isinstance(fields, Mapping):
+            raise UserError(f"config.{section} is {fields!r}; it must be a table of that section's fields")
         for name, value in fields.items():
             target = getattr(config, section)
             if not hasattr(target, name):
@@ -265,8 +274,13 @@ def check_types(config: Config) -> None:
     Raises:
       UserError: names the field, its value and what it may be.
     """
+    for extra in vars(config).keys() - {f.name for f in dataclasses.fields(config)}:
+        raise unknown_key(extra)
     for section in dataclasses.fields(config):
         node = getattr(config, section.name)
+        expected = type(getattr(Config(), section.name))
+        if type(node) is not expected:
+            raise UserError(f"config.{section.name} is {node!r}; it must be a {expected.__name__}")
         for extra in vars(node).keys() - {f.name for f in dataclasses.fields(node)}:
             raise unknown_key(f"{section.name}.{extra}")
         for field in dataclasses.fields(node):
@@ -326,7 +340,7 @@ def check_architecture(model: Architecture) -> None:
             f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
             f"{model.rope_original_context}; set rope_original_context to the context before scaling"
         )
-    if model.rope_factor <= 0:
+    if not model.rope_factor > 0:  # a NaN too
         raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
     if model.experts and not 1 <= model.experts_per_token <= model.experts:
         raise UserError(
@@ -359,7 +373,9 @@ def check(config: Config, model: Architecture) -> None:
             f"({model.context_length}); shorten the first or raise the second"
         )
     if data.source != "python" and not data.path:
-        raise UserError(f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob")
+        raise UserError(
+            f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob"
+        )
     if not 0 < data.validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
     if train.batch_size % (train.accumulate * config.mesh.data):
@@ -378,7 +394,7 @@ def check(config: Config, model: Architecture) -> None:
             f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
             f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
         )
-    if optimizer.peak_lr <= 0:
+    if not optimizer.peak_lr > 0:  # a NaN too
         raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
 
 

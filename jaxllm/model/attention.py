@@ -111,7 +111,7 @@ class LayerCache:
         new_k = self.k.at[self.layer, rows, :, slot].set(k.swapaxes(1, 2).astype(self.k.dtype), mode="drop")
         new_v = self.v.at[self.layer, rows, :, slot].set(v.swapaxes(1, 2).astype(self.v.dtype), mode="drop")
         cache = dataclasses.replace(self, k=new_k, v=new_v)
-        if T == 1 or S >= self.capacity:
+        if T == 1 or self.capacity <= S:
             positions = _slot_positions(after, S)
             return new_k[self.layer].astype(k.dtype), new_v[self.layer].astype(v.dtype), positions, cache
         old = _slot_positions(self.lengths, S)

@@ -10,12 +10,12 @@ the layers after the last whole pattern, not stacked. A KV cache has the same tw
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import zlib
 
 from jaxllm.config import Architecture
 

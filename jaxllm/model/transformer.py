@@ -143,9 +143,7 @@ def forward(
 
         caches = cache["layers"]
         if model.repeats:
-            (x, caches), _ = jax.lax.scan(
-                repeat_cached, (x, caches), (index, params["layers"]), unroll=model.unroll
-            )
+            (x, caches), _ = jax.lax.scan(repeat_cached, (x, caches), (index, params["layers"]), unroll=model.unroll)
         tail = []
         for kind, layer, kv in zip(model.tail, params["tail"], cache["tail"], strict=True):
             x, cached, _ = run(x, layer, kind, LayerCache(kv["k"][None], kv["v"][None], 0, lengths, capacity))

@@ -1,0 +1,109 @@
+"""Update rules and schedules, from optax.
+
+An optimizer here gives the *direction* of descent; the train step multiplies it by the schedule's learning
+rate. So one counter, the state's step, drives the schedule, with or without accumulation and across a
+resume.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jaxtyping import Array, Float, Int
+
+from jaxllm.config import Architecture, OptimizerConfig
+from jaxllm.model.specs import ParamSpec, map_specs, param_specs
+
+Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
+    """Learning rate of the update that follows `step` updates (the first one: 0).
+
+    Warm-up rises linearly to the peak and reaches it at update `warmup_steps`. After it: `constant`;
+    `linear` and `cosine` fall over the rest of the run to `final_lr_fraction` of the peak, which the update
+    after the last would have; `wsd` (warm-up, stable, decay: Hu et al. 2024) stays at the peak and falls linearly
+    over the last `decay_steps`.
+    """
+    peak, final = config.peak_lr, config.peak_lr * config.final_lr_fraction
+    rest = max(steps - config.warmup_steps, 1)
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, final, rest)
+    elif config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, rest, config.final_lr_fraction)
+    else:
+        decay = config.decay_steps or max(steps // 5, 1)
+        decay = min(decay, rest)
+        after = optax.linear_schedule(peak, final, decay, transition_begin=rest - decay)
+
+    def schedule(step: Int[Array, ""]) -> Float[Array, ""]:
+        warmup = config.warmup_steps
+        rising = peak * (step + 1) / max(warmup, 1)
+        return jnp.where(step < warmup, rising, after(step - warmup)).astype(jnp.float32)
+
+    return schedule
+
+
+def make_optimizer(config: OptimizerConfig, model: Architecture) -> optax.GradientTransformation:
+    """The direction of descent, decoupled weight decay included: params ← params − lr · direction.
+
+    Sources: Adam, Kingma & Ba 2015; AdamW, Loshchilov & Hutter 2019; Adafactor, Shazeer & Stern 2018 (its
+    update is relative to each array's RMS); Lion, Chen et al. 2023; Muon, Jordan 2024, scaled to Adam's RMS
+    as in Liu et al. 2025, on the matrices inside blocks, and Adam on embeddings, head, biases and norms.
+    """
+    name = config.name
+    if name == "sgd":
+        direction = optax.identity()
+    elif name == "momentum":
+        direction = optax.trace(decay=config.b1)
+    elif name in ("adam", "adamw"):
+        direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    elif name == "adafactor":
+        direction = optax.chain(
+            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
+        )
+    elif name == "lion":
+        direction = optax.scale_by_lion(config.b1, config.b2)
+    else:
+        direction = _muon(config, model)
+    decays = map_specs(lambda spec: spec.decays, param_specs(model))
+    # Adam with decay is called AdamW; the plain name stays plain.
+    weight_decay = 0.0 if name == "adam" else config.weight_decay
+    return optax.chain(direction, optax.add_decayed_weights(weight_decay, decays) if weight_decay else optax.identity())
+
+
+def _muon(config: OptimizerConfig, model: Architecture) -> optax.GradientTransformation:
+    def dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
+        if spec.role != "matrix":
+            return None
+        output = [i for i, axis in enumerate(spec.axes) if i not in spec.fan_in and not _is_matrix_batch(spec, i, axis)]
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=spec.fan_in, output_axis=tuple(output))
+
+    return optax.contrib.muon(
+        learning_rate=-1.0,  # optax negates it, which leaves the direction
+        beta=config.b1,
+        adam_b1=config.b1,
+        adam_b2=config.b2,
+        eps=config.eps,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=map_specs(dimensions, param_specs(model)),
+    )
+
+
+def _is_matrix_batch(spec: ParamSpec, index: int, axis: str) -> bool:
+    """Dimensions that count matrices: stacked layers, and experts (but the router's experts are its outputs)."""
+    return axis == "layers" or (axis == "experts" and index < min(spec.fan_in))
+
+
+def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array, ""]]:
+    """(gradients scaled to a global norm of at most `limit`, the norm before); a limit of 0 is no clipping."""
+    norm = optax.global_norm(gradients)
+    if not limit:
+        return gradients, norm
+    factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-16))
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients), norm
