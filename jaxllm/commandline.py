@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxllm import config as config_lib
-from jaxllm.errors import UserError
+from jaxllm.errors import RunError, UserError
 
 FLAGS = flags.FLAGS
 
@@ -33,7 +33,7 @@ def load_config() -> config_lib.Config:
     if config is None:
         raise UserError("no --config given; for instance --config configs/quickstart.py")
     if not isinstance(config, config_lib.Config):
-        path = FLAGS["config"].config_filename
+        path = FLAGS["config"].config_filename  # type: ignore[attr-defined]
         try:  # a file that could not be loaded tells so when it is touched
             _ = config.model
         except OSError as error:
@@ -55,6 +55,9 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _parse(argv: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""The one exception that means: the user can mend this."""
+"""The exceptions that a command tells in one line, without a traceback."""
 
 
 class UserError(Exception):
-    """Bad input, told in one line that names what is wrong and the fix.
+    """Bad input: the line names what is wrong and the fix. Exit status 2; see `jaxllm.commandline`."""
 
-    A command turns it into that line on standard error and exit status 2; see `jaxllm.commandline`.
-    """
+
+class RunError(Exception):
+    """A run that had to stop though its input was good: the line names where and what is left. Exit status 1."""

@@ -51,8 +51,8 @@ def attention(
     G = N // K
     # The heads of a group and their queries are one dimension, so that both products are plain batched
     # matrix products; with five-index einsums XLA's CPU backend takes four times as long for the gradients.
-    grouped = (q * scale).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores = jnp.einsum("bkqh,bksh->bkqs", grouped, k, preferred_element_type=jnp.float32)
+    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    scores = jnp.einsum("bkqh,bksh->bkqs", grouped, k, preferred_element_type=jnp.float32) * scale
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     bias = jnp.where(mask, 0.0, _MASKED)

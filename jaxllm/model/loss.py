@@ -53,7 +53,7 @@ def cross_entropy(
         return total + jnp.sum(w * _token_losses(h, table, t, softcap)), None
 
     size = min(chunk, hidden.shape[0])
-    parts = tuple(_chunks(x, size) for x in (hidden, targets, weights))
+    parts = (_chunks(hidden, size), _chunks(targets, size), _chunks(weights, size))
     return jax.lax.scan(step, jnp.zeros((), jnp.float32), parts)[0]
 
 
@@ -71,14 +71,16 @@ def _forward(
         return (total + loss, table_grad + one_table_grad.astype(jnp.float32)), h_grad
 
     size = min(chunk, hidden.shape[0])
-    parts = tuple(_chunks(x, size) for x in (hidden, targets, weights))
+    parts = (_chunks(hidden, size), _chunks(targets, size), _chunks(weights, size))
     start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32))
     (total, table_grad), hidden_grad = jax.lax.scan(step, start, parts)
     hidden_grad = hidden_grad.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
     return total, (hidden_grad, table_grad.astype(table.dtype))
 
 
-def _backward(softcap: float, chunk: int, grads: tuple[Array, Array], cotangent: Array) -> tuple[Array, ...]:
+def _backward(
+    softcap: float, chunk: int, grads: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array, None, None]:
     hidden_grad, table_grad = grads
     return (
         (cotangent * hidden_grad).astype(hidden_grad.dtype),

@@ -1,0 +1,229 @@
+"""Text to token ids and back, one id at a time if need be.
+
+Every tokenizer here is a table: each id stands for a fixed run of bytes (a special token for none), and
+decoding joins the runs and reads them as UTF-8. So whole-text decoding, streaming and bits per byte all
+follow from the same table, and a character split over several tokens comes out whole.
+"""
+
+import codecs
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int32
+
+from jaxllm.errors import UserError
+
+# Names under which published tokenizers keep the token that ends a document or a turn, likeliest first.
+END_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<|eom_id|>",
+)
+
+
+class Tokenizer:
+    """A table of byte runs, and the way from text to ids.
+
+    Attributes:
+      vocab_size: number of ids.
+      bos_id: id that begins every document, or None.
+      end_ids: ids that end a document or a turn; the first closes the documents of a corpus. May be empty.
+      drops_leading_space: the encoder puts a space before the text, and decoding takes it away again.
+    """
+
+    bos_id: int | None = None
+    end_ids: tuple[int, ...] = ()
+    drops_leading_space: bool = False
+
+    def __init__(self, table: Sequence[bytes]):
+        self._table = table
+        self.vocab_size: int = len(table)
+
+    def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
+        """Ids of a text; none is added at its ends.
+
+        Args:
+          text: what to encode.
+          special: a special token's name in the text stands for that token. Off, it is text like any other,
+            as a corpus needs; a chat template needs it on.
+        """
+        raise NotImplementedError
+
+    def joined(self, ids: Iterable[int]) -> bytes:
+        """Byte runs of the ids, end to end. An id outside the table (a padded vocabulary has them) is no text."""
+        return b"".join(self._table[i] for i in ids if 0 <= i < self.vocab_size)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Bytes of the text that the ids stand for; special tokens are left out."""
+        data = self.joined(ids)
+        return data[1:] if self.drops_leading_space and data.startswith(b" ") else data
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text that the ids stand for; U+FFFD where the bytes are not UTF-8."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def byte_lengths(self) -> Int32[np.ndarray, " vocab_size"]:
+        """Bytes of text each id stands for, 0 for special tokens: bits per byte is bits over their sum."""
+        return np.array([len(run) for run in self._table], np.int32)
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0 to 255 are the bytes themselves; 256 ends a document."""
+
+    end_ids = (256,)
+
+    def __init__(self) -> None:
+        super().__init__([bytes([value]) for value in range(256)] + [b""])
+
+    def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
+        del special  # the end of a document has no name
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
+
+
+class FileTokenizer(Tokenizer):
+    """Any tokenizer.json whose tokens are byte-level (GPT-2, Llama 3, Qwen) or SentencePiece-like (Llama 2, Gemma).
+
+    Args:
+      path: the file. A tokenizer_config.json beside it names the end-of-document token, if it is there.
+    Raises:
+      UserError: the file is not a tokenizer, or of a kind whose tokens do not stand for fixed bytes.
+    """
+
+    def __init__(self, path: str | pathlib.Path):
+        path = pathlib.Path(path)
+        try:
+            content = path.read_text("utf-8")
+            # Two of them, since whether special names are read is a setting of the object, and threads share it.
+            self._special, self._plain = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
+        except Exception as error:  # the library raises bare Exception for a file that it cannot read
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"{path} is not a tokenizer.json ({reason}); give the file of a Hugging Face model"
+            ) from error
+        for one in (self._special, self._plain):
+            one.no_truncation()  # a file may carry its model's limits, which would cut documents short
+            one.no_padding()
+        self._plain.encode_special_tokens = True
+        super().__init__(_byte_runs(self._special, json.loads(content).get("decoder"), path))
+        self.drops_leading_space = self._find_leading_space()
+        self.bos_id = self._find_bos()
+        self.end_ids = self._find_ends(path.with_name("tokenizer_config.json"))
+
+    def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
+        encoder = self._special if special else self._plain
+        return np.array(encoder.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def _find_leading_space(self) -> bool:
+        """Whether the file's own decoder drops one space at the start: ask it, with a token that has one."""
+        for i, run in enumerate(self._table):
+            if len(run) > 1 and run.startswith(b" ") and run[1:].isalpha():
+                return not self._special.decode([i]).startswith(" ")
+        return False
+
+    def _find_bos(self) -> int | None:
+        """The id that the file's post-processor puts before a text, if it puts one."""
+        bare = self._special.encode("a", add_special_tokens=False).ids
+        full = self._special.encode("a", add_special_tokens=True).ids
+        return full[0] if len(full) > len(bare) and full[1 : 1 + len(bare)] == bare else None
+
+    def _find_ends(self, settings: pathlib.Path) -> tuple[int, ...]:
+        """Ids of the declared end token, then of the well-known ones that this file marks as special."""
+        special = {token.content: i for i, token in self._special.get_added_tokens_decoder().items() if token.special}
+        names = [name for name in END_NAMES if name in special]
+        try:
+            declared = json.loads(settings.read_text("utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError):
+            declared = None  # the settings are a help, not a need
+        if isinstance(declared, dict):
+            declared = declared.get("content")
+        ids = [self._special.token_to_id(declared)] if isinstance(declared, str) else []
+        return tuple(dict.fromkeys(i for i in ids + [special[name] for name in names] if i is not None))
+
+
+def _byte_runs(tokenizer: tokenizers.Tokenizer, decoder: dict | None, path: pathlib.Path) -> list[bytes]:
+    """The byte run of every id, from its name and the kind of decoder the file has.
+
+    Raises:
+      UserError: a decoder under which a token's bytes depend on its neighbours.
+    """
+    steps = (decoder or {}).get("decoders", [decoder or {}])
+    kinds = {step.get("type") for step in steps}
+    marks = {step["pattern"].get("String") for step in steps if step.get("type") == "Replace"}
+    marks |= {step["replacement"] for step in steps if step.get("type") == "Metaspace"}
+    if "ByteLevel" not in kinds and "▁" not in marks:
+        found = ", ".join(sorted(filter(None, kinds))) or "none"
+        raise UserError(
+            f"{path} has decoder {found}; give a byte-level BPE or SentencePiece-like tokenizer "
+            "(decoder ByteLevel, Metaspace, or Replace of ▁)"
+        )
+    added = tokenizer.get_added_tokens_decoder()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    runs = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    alphabet = _byte_alphabet()
+    for name, i in vocabulary.items():
+        if i in added:  # written in plain text whatever the decoder
+            runs[i] = b"" if added[i].special else added[i].content.encode()
+        elif "ByteLevel" in kinds:
+            known = all(char in alphabet for char in name)
+            runs[i] = bytes(alphabet[char] for char in name) if known else name.encode()
+        elif "ByteFallback" in kinds and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            runs[i] = bytes.fromhex(name[3:5])
+        else:
+            runs[i] = name.replace("▁", " ").encode()
+    return runs
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte.
+
+    Bytes that print in Latin-1 stand for themselves; the others take the code points from 256 up, in order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+
+
+class StreamDecoder:
+    """Text of a sequence as its ids come: whole characters only, and joined the same as `decode` of them all."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._drop_space = tokenizer.drops_leading_space
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text that the ids complete; "" while a character is still open."""
+        data = self._tokenizer.joined(ids)
+        if data and self._drop_space:
+            data = data.removeprefix(b" ")
+            self._drop_space = False
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What is left of a character that never closed: U+FFFD, or ""."""
+        return self._utf8.decode(b"", final=True)
+
+
+def load(spec: str) -> Tokenizer:
+    """The tokenizer that `config.data.tokenizer` names.
+
+    Args:
+      spec: "bytes", or the path of a tokenizer.json or of the folder that holds it.
+    Raises:
+      UserError: no such file, or not a tokenizer.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = pathlib.Path(spec).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"tokenizer {spec!r} not found at {path}; give 'bytes' or the path of a tokenizer.json")
+    return FileTokenizer(path)

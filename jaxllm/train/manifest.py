@@ -1,0 +1,75 @@
+"""Proof that a folder of files is what was written: sizes and checksums, and durable writes."""
+
+import json
+import os
+import pathlib
+import zlib
+
+MANIFEST = "manifest.json"
+DAMAGED = ".damaged"
+
+
+def write(folder: pathlib.Path) -> None:
+    """Records every file below `folder` in its manifest; all of it is on the disk when this returns."""
+    files = {str(path.relative_to(folder)): fingerprint(path) for path in _files_below(folder)}
+    _write_durably(folder / MANIFEST, json.dumps({"files": files}))
+
+
+def _files_below(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Every file but the manifest, at any depth."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def fingerprint(path: pathlib.Path) -> list[int]:
+    """[bytes, CRC-32]; the file is on the disk itself when this returns."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+        os.fsync(file.fileno())
+    return [size, crc]
+
+
+def damage(path: pathlib.Path) -> str | None:
+    """What is wrong with a checkpoint; None where it is whole."""
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, (size, crc) in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        found_size, found_crc = fingerprint(file)
+        if found_size != size:
+            return f"{name} has {found_size} bytes of {size}"
+        if found_crc != crc:
+            return f"{name} is not what was written (CRC-32 differs)"
+    return None
+
+
+def set_aside(path: pathlib.Path) -> pathlib.Path:
+    """Renames a damaged folder so that its name is free; returns where it is now."""
+    target, n = path.with_name(path.name + DAMAGED), 1
+    while target.exists():
+        n += 1
+        target = path.with_name(f"{path.name}{DAMAGED}-{n}")
+    return path.rename(target)
+
+
+def _write_durably(path: pathlib.Path, text: str) -> None:
+    """Writes a file that is on the disk, with its folder's entry, when this returns."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(path.parent)
+
+
+def sync(folder: pathlib.Path) -> None:
+    """Makes a folder's entries durable (a rename is not, until its folder is synced)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
