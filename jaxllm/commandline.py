@@ -23,6 +23,11 @@ def define_config() -> None:
     config_flags.DEFINE_config_file("config", None, "The run: a Python file whose get_config() returns a Config.")
 
 
+def config_file() -> str:
+    """The path given to `--config`."""
+    return FLAGS["config"].config_filename  # type: ignore[attr-defined]
+
+
 def load_config() -> config_lib.Config:
     """The tree that `--config` and its overrides describe, with every type checked.
 
@@ -33,7 +38,7 @@ def load_config() -> config_lib.Config:
     if config is None:
         raise UserError("no --config given; for instance --config configs/quickstart.py")
     if not isinstance(config, config_lib.Config):
-        path = FLAGS["config"].config_filename  # type: ignore[attr-defined]
+        path = config_file()
         try:  # a file that could not be loaded tells so when it is touched
             _ = config.model
         except OSError as error:

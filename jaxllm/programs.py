@@ -9,11 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import Architecture, Config
 from jaxllm.data.pipeline import BATCH_FIELDS
+from jaxllm.decode import generate
+from jaxllm.decode import state as decode_state
 from jaxllm.mesh import replicated, sharding
+from jaxllm.model import specs
 from jaxllm.train import state as state_lib
 from jaxllm.train import step as step_lib
 from jaxllm.train.optimizer import make_optimizer, make_schedule
@@ -95,3 +99,41 @@ def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
     jitted = jax.jit(lambda params, batch: step_lib.eval_step(params, batch, recipe), out_shardings=replicated(mesh))
     return Program("eval_step", jitted, (state.params, batch), ())
+
+
+def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike) -> Any:
+    """Parameters as inference holds them: in the compute dtype, with no float32 copy beside."""
+    return specs.abstract(specs.param_specs(model), dtype)
+
+
+def prefill(model: Architecture, batch: int, chunk: int, capacity: int, dtype: jax.typing.DTypeLike) -> Program:
+    """(params, state, tokens [B, C], valid [B, C]) -> state, the state donated."""
+    state = decode_state.abstract(model, batch, capacity, dtype)
+    tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
+    valid = jax.ShapeDtypeStruct((batch, chunk), bool)
+    jitted = jax.jit(
+        lambda params, state, tokens, valid: generate.prefill(params, state, tokens, valid, model), donate_argnums=1
+    )
+    return Program("prefill", jitted, (_inference_params(model, dtype), state, tokens, valid), (1,))
+
+
+def decode(model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike) -> Program:
+    """(params, state, limit) -> (state, tokens [B, steps]), the state donated; `limit` steps at most are made."""
+    state = decode_state.abstract(model, batch, capacity, dtype)
+    jitted = jax.jit(
+        lambda params, state, limit: generate.decode(params, state, limit, model, steps), donate_argnums=1
+    )
+    return Program("decode", jitted, (_inference_params(model, dtype), state, jax.ShapeDtypeStruct((), jnp.int32)), (1,))
+
+
+def decode_without_cache(
+    model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike
+) -> Program:
+    """The same by a full forward pass for every token; its state has the tokens in the cache's place."""
+    state = decode_state.abstract(model, batch, capacity, dtype, with_cache=False)
+    jitted = jax.jit(
+        lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps),
+        donate_argnums=1,
+    )
+    inputs = (_inference_params(model, dtype), state, jax.ShapeDtypeStruct((), jnp.int32))
+    return Program("decode_without_cache", jitted, inputs, (1,))

@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
 from jaxllm.kernels import reference
-from jaxllm.model.layers import norm, rotate
+from jaxllm.model.layers import matmul, norm, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Span:
 
 
 def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -> Array:
-    y = jnp.einsum("btd,dnh->btnh", x, params[name])
+    y = matmul(x, params[name])
     if model.qkv_bias:
         y = y + params[f"{name}_bias"]
     return y
@@ -68,7 +69,7 @@ def attention(
     mask = reference.attention_mask(span.positions, key_positions, span.segments, key_segments, window)
     y = reference.attention(q, k, v, mask, scale=model.attention_scale, softcap=model.attention_softcap)
     y = checkpoint_name(y, "attn_context")
-    y = jnp.einsum("btnh,nhd->btd", y, params["out"])
+    y = matmul(y, params["out"], fan_in=2)
     if model.out_bias:
         y = y + params["out_bias"]
     return checkpoint_name(y, "attn_out"), cache
@@ -108,16 +109,23 @@ class LayerCache:
         kept = valid & (span.positions >= after[:, None] - S) & (span.positions < self.capacity)
         slot = jnp.where(kept, span.positions % S, S)
         rows = jnp.arange(B)[:, None]
-        new_k = self.k.at[self.layer, rows, :, slot].set(k.swapaxes(1, 2).astype(self.k.dtype), mode="drop")
-        new_v = self.v.at[self.layer, rows, :, slot].set(v.swapaxes(1, 2).astype(self.v.dtype), mode="drop")
-        cache = dataclasses.replace(self, k=new_k, v=new_v)
+        k_slots = k.swapaxes(1, 2).astype(self.k.dtype)  # B T K H, as the indices below pick them
+        v_slots = v.swapaxes(1, 2).astype(self.v.dtype)
         if T == 1 or self.capacity <= S:
+            new_k = self.k.at[self.layer, rows, :, slot].set(k_slots, mode="drop")
+            new_v = self.v.at[self.layer, rows, :, slot].set(v_slots, mode="drop")
+            cache = dataclasses.replace(self, k=new_k, v=new_v)
             positions = _slot_positions(after, S)
             return new_k[self.layer].astype(k.dtype), new_v[self.layer].astype(v.dtype), positions, cache
-        old = _slot_positions(self.lengths, S)
-        new = jnp.where(valid, span.positions, -1)
-        keys = jnp.concatenate([self.k[self.layer].astype(k.dtype), k], axis=2)
-        values = jnp.concatenate([self.v[self.layer].astype(v.dtype), v], axis=2)
+        # Here the old slots are read as well. The write is made from what was read, one layer's worth, so that
+        # it cannot come first: writes and reads of the stacks in no order would cost copies of the stacks.
+        old_k, old_v = jax.lax.optimization_barrier((self.k[self.layer], self.v[self.layer]))
+        new_k = self.k.at[self.layer].set(old_k.at[rows, :, slot].set(k_slots, mode="drop"))
+        new_v = self.v.at[self.layer].set(old_v.at[rows, :, slot].set(v_slots, mode="drop"))
+        cache = dataclasses.replace(self, k=new_k, v=new_v)
+        keys = jnp.concatenate([old_k.astype(k.dtype), k], axis=2)
+        values = jnp.concatenate([old_v.astype(v.dtype), v], axis=2)
+        old, new = _slot_positions(self.lengths, S), jnp.where(valid, span.positions, -1)
         return keys, values, jnp.concatenate([old, new], axis=1), cache
 
 

@@ -27,6 +27,8 @@ from jaxllm.train import manifest
 from jaxllm.train.state import TrainState
 
 _STAGING = ".writing-"
+# What a full or failing disk raises: Python itself, or TensorStore below Orbax.
+_STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 # May differ between a checkpoint and the run that resumes it: none of them changes what an update does,
 # but for the number of steps, which stretches the schedule of a run that goes on longer.
 _FREE = ("train.steps", "checkpoint.", "eval.", "log.", "ledger.")
@@ -87,7 +89,7 @@ class Checkpointer:
                 params=ocp.args.StandardSave(state.params), rest=ocp.args.StandardSave(_plain(rest))
             )
             self._orbax.save(staging / "state", args=items)
-        except Exception as error:
+        except _STORAGE_ERRORS as error:
             raise self._failed(step, staging, error) from error
         self._pending = self._finisher.submit(self._finish, step, staging, final)
 
@@ -105,15 +107,12 @@ class Checkpointer:
     def _finish(self, step: int, staging: pathlib.Path, final: pathlib.Path) -> None:
         try:
             self._orbax.wait_until_finished()
-            files = {
-                str(path.relative_to(staging)): manifest.fingerprint(path) for path in manifest.files_below(staging)
-            }
-            manifest.write_durably(staging / manifest.MANIFEST, json.dumps({"step": step, "files": files}))
+            manifest.write(staging)
             if final.exists():
                 manifest.set_aside(final)
             staging.rename(final)
             manifest.sync(self._folder)
-        except Exception as error:
+        except _STORAGE_ERRORS as error:
             raise self._failed(step, staging, error) from error
         for old in list(_complete(self._folder))[self._config.checkpoint.keep :]:
             shutil.rmtree(old)

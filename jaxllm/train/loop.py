@@ -1,0 +1,245 @@
+"""The training loop: data in, steps run, and everything that happens between steps."""
+
+import contextlib
+import fcntl
+import json
+import math
+import pathlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxllm import architectures, mesh, programs
+from jaxllm import config as config_lib
+from jaxllm.config import Config
+from jaxllm.data import pipeline, sources
+from jaxllm.errors import RunError, UserError
+from jaxllm.interop import tokenizer
+from jaxllm.ledger import bill
+from jaxllm.train.checkpoint import Checkpointer
+from jaxllm.train.clock import Clock
+from jaxllm.train.display import Display
+from jaxllm.train.evaluation import Evaluation, evaluate
+from jaxllm.train.metrics import MetricsWriter
+
+
+class Trainer:
+    """One run in one workdir, from wherever it stands to its last step.
+
+    Args:
+      config: of the run.
+      workdir: made where it is missing; holds config.json, checkpoints/, metrics.jsonl and ledger.json.
+      console: for everything a person reads.
+    Raises:
+      UserError: the configuration, the data or the workdir cannot be used; nothing has been changed.
+    """
+
+    def __init__(self, config: Config, workdir: pathlib.Path, console: Console):
+        self.clock = Clock()
+        self._config, self._workdir, self._console = config, workdir, console
+        self._model = architectures.resolve_config(config)
+        self._mesh = mesh.make_mesh(config.mesh)
+        self._recipe = programs.make_recipe(config, self._model, jax.default_backend())
+        self._bill = bill.TrainingBill(config, self._model, self._recipe.policy.name, console)
+        vocab_size = self._model.vocab_size
+        split = sources.split(config.data, vocab_size)
+        self._data = pipeline.train_iterator(
+            config.data, config.train.batch_size, vocab_size=vocab_size, split=split
+        )
+        self._held_out = pipeline.validation_batches(
+            config.data, config.train.batch_size, config.eval.batches, vocab_size=vocab_size, split=split
+        )
+        has_text = config.data.source != "tokens"
+        self._byte_lengths = tokenizer.load(config.data.tokenizer).byte_lengths() if has_text else None
+        self._stop = StopSignal()
+
+    def run(self) -> int:
+        """Trains to the last step. Returns the exit status: 0, or 128 + the signal that asked to stop."""
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_only_run_in(self._workdir))
+            checkpoints = Checkpointer(self._workdir, self._config, self._say)
+            stack.callback(checkpoints.close)
+            return self._run(checkpoints)
+
+    def _run(self, checkpoints: Checkpointer) -> int:
+        config = self._config
+        restored = checkpoints.restore(programs.abstract_state(config, self._recipe, self._mesh))
+        first = restored.step if restored else 0
+        if first >= config.train.steps:
+            self._say(
+                f"{self._workdir} is done: {first:,} of {config.train.steps:,} steps. Raise config.train.steps to "
+                f"train on, or sample from it:\n{self._next_command()}"
+            )
+            return 0
+        _write_config(self._workdir, config)
+        self._bill.show()
+        if restored:
+            self._data.set_state(restored.data_state)
+            state = restored.state
+            self._say(f"resuming {self._workdir} after step {first:,}")
+        else:
+            state = programs.init_state(config, self._recipe, self._mesh).jitted()
+        del restored
+        self.clock.lap("start-up")
+        train_step = programs.train_step(config, self._recipe, self._mesh).compile()
+        eval_step = programs.eval_step(config, self._recipe, self._mesh).compile()
+        self._say(f"compiled in {self.clock.lap('compile'):.1f} s")
+        with MetricsWriter(self._workdir, first, config.log.tensorboard) as metrics, self._stop:
+            metrics.write("event", first, event="resume" if first else "start", jax=jax.__version__)
+            return self._steps(first, state, train_step, eval_step, checkpoints, metrics)
+
+    def _steps(
+        self,
+        first: int,
+        state: Any,
+        train_step: Callable[..., Any],
+        eval_step: Callable[..., Any],
+        checkpoints: Checkpointer,
+        metrics: MetricsWriter,
+    ) -> int:
+        config, clock, last = self._config, self.clock, self._config.train.steps
+        display = Display(
+            self._console, first, last, self._bill.model_flops_per_token, self._bill.peak_flops, config.log.every
+        )
+
+        def settle(step: int, values: dict[str, Any], documents: np.ndarray) -> None:
+            """Waits for a step's metrics, records them, and stops the run where they are not finite."""
+            numbers = {name: float(value) for name, value in values.items()}
+            seconds = clock.lap("steps")
+            padding = documents.size - numbers["tokens"]
+            metrics.write("step", step, **numbers, padding=padding, seconds=seconds)
+            display.update(step, numbers["loss"], numbers["tokens"], seconds)
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(numbers[name]):
+                    metrics.write("event", step, event="not finite", field=name)
+                    raise RunError(
+                        f"{name} is {numbers[name]} at step {step}; its batch held documents "
+                        f"{_listed(self._data.document_names(documents))}; {checkpoints.last_good}"
+                    )
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(display.stop)
+            display.start()
+            waiting: tuple[int, dict[str, Any], np.ndarray] | None = None
+            for step in range(first + 1, last + 1):
+                self._trace(step, first)
+                batch = next(self._data)
+                state, values = train_step(state, self._place(batch))
+                if waiting:  # one step behind, so that the device never waits for the host
+                    settle(*waiting)
+                waiting = (step, values, batch["documents"])
+                checkpoints.poll()
+
+                evaluating = step == last or _due(step, config.eval.every)
+                saving = step == last or _due(step, config.checkpoint.every) or bool(self._stop.received)
+                if not (evaluating or saving or step == first + 2):
+                    continue
+                settle(*waiting)
+                waiting = None
+                if step == first + 2:
+                    self._bill.reconcile(self._workdir, train_step, state)
+                    clock.lap("ledger")
+                if saving:
+                    checkpoints.save(step, state, self._data.get_state())
+                    metrics.write("event", step, event="save")
+                    clock.lap("checkpoints")
+                if evaluating:
+                    self._evaluate(step, eval_step, state.params, metrics)
+                    clock.lap("evaluation")
+                if self._stop.received:
+                    checkpoints.wait()
+                    display.stop()
+                    name = signal.Signals(self._stop.received).name
+                    metrics.write("event", step, event="stop", signal=name)
+                    self._say(f"{name}: saved after step {step:,}; the same command goes on from there")
+                    return 128 + self._stop.received
+        checkpoints.wait()
+        clock.lap("checkpoints")
+        self._report(first)
+        return 0
+
+    def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        placed = mesh.sharding(self._mesh, ("batch", "sequence"))
+        return jax.device_put({name: batch[name] for name in pipeline.BATCH_FIELDS}, placed)
+
+    def _evaluate(self, step: int, eval_step: Callable[..., Any], params: Any, metrics: MetricsWriter) -> Evaluation:
+        result = evaluate(eval_step, params, self._held_out, self._place, self._byte_lengths)
+        metrics.write("eval", step, **result._asdict())
+        bits = f", {result.bits_per_byte:.3f} bits per byte" if result.bits_per_byte is not None else ""
+        self._say(f"step {step:,}: validation loss {result.loss:.3f}{bits} ({result.tokens:,} tokens)")
+        return result
+
+    def _trace(self, step: int, first: int) -> None:
+        """Starts and stops the profiler's trace around the steps that the configuration names."""
+        log = self._config.log
+        if not log.profile_steps:
+            return
+        begin = max(log.profile_start, first + 1)
+        if step == begin:
+            jax.profiler.start_trace(str(self._workdir / "profile"))
+        if step == begin + log.profile_steps:
+            jax.profiler.stop_trace()
+            self._say(f"trace of steps {begin:,} to {step - 1:,} in {self._workdir / 'profile'}")
+
+    def _report(self, first: int) -> None:
+        clock, steps = self.clock, self._config.train.steps - first
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.seconds.items())
+        self._say(f"{steps:,} steps in {clock.total:.1f} s: {parts}")
+        self._say(f"done. Sample from it:\n{self._next_command()}")
+
+    def _next_command(self) -> str:
+        return f'  python -m jaxllm.sample --model {self._workdir} --prompt "def "'
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a request that the loop meets between steps; a second one is immediate."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+        signal.signal(number, self._previous[number])
+
+
+@contextlib.contextmanager
+def _only_run_in(workdir: pathlib.Path) -> Iterator[None]:
+    """Two runs in one workdir would each delete what the other has saved."""
+    with (workdir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"another run is training in {workdir}; wait for it, or use another --workdir") from error
+        yield
+
+
+def _write_config(workdir: pathlib.Path, config: Config) -> None:
+    (workdir / "config.json").write_text(json.dumps(config_lib.to_dict(config), indent=1) + "\n")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
