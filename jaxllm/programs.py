@@ -120,10 +120,10 @@ def prefill(model: Architecture, batch: int, chunk: int, capacity: int, dtype: j
 def decode(model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike) -> Program:
     """(params, state, limit) -> (state, tokens [B, steps]), the state donated; `limit` steps at most are made."""
     state = decode_state.abstract(model, batch, capacity, dtype)
-    jitted = jax.jit(
-        lambda params, state, limit: generate.decode(params, state, limit, model, steps), donate_argnums=1
+    jitted = jax.jit(lambda params, state, limit: generate.decode(params, state, limit, model, steps), donate_argnums=1)
+    return Program(
+        "decode", jitted, (_inference_params(model, dtype), state, jax.ShapeDtypeStruct((), jnp.int32)), (1,)
     )
-    return Program("decode", jitted, (_inference_params(model, dtype), state, jax.ShapeDtypeStruct((), jnp.int32)), (1,))
 
 
 def decode_without_cache(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
 from jaxllm.kernels import reference
-from jaxllm.model.layers import matmul, norm, rotate
+from jaxllm.model.layers import align, matmul, norm, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Span:
 def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -> Array:
     y = matmul(x, params[name])
     if model.qkv_bias:
-        y = y + params[f"{name}_bias"]
+        y = y + align(params[f"{name}_bias"], y)
     return y
 
 
@@ -71,7 +71,7 @@ def attention(
     y = checkpoint_name(y, "attn_context")
     y = matmul(y, params["out"], fan_in=2)
     if model.out_bias:
-        y = y + params["out_bias"]
+        y = y + align(params["out_bias"], y)
     return checkpoint_name(y, "attn_out"), cache
 
 
@@ -109,27 +109,27 @@ class LayerCache:
         kept = valid & (span.positions >= after[:, None] - S) & (span.positions < self.capacity)
         slot = jnp.where(kept, span.positions % S, S)
         rows = jnp.arange(B)[:, None]
-        k_slots = k.swapaxes(1, 2).astype(self.k.dtype)  # B T K H, as the indices below pick them
-        v_slots = v.swapaxes(1, 2).astype(self.v.dtype)
-        if T == 1 or self.capacity <= S:
-            new_k = self.k.at[self.layer, rows, :, slot].set(k_slots, mode="drop")
-            new_v = self.v.at[self.layer, rows, :, slot].set(v_slots, mode="drop")
-            cache = dataclasses.replace(self, k=new_k, v=new_v)
+        wraps = T > 1 and self.capacity > S
+        stack_k, stack_v = self.k, self.v
+        if wraps:
+            # Old slots are read first. A read and a write of the stacks in no order would cost a copy of them.
+            old_k, old_v, stack_k, stack_v = jax.lax.optimization_barrier(
+                (self.k[self.layer], self.v[self.layer], self.k, self.v)
+            )
+        new_k = stack_k.at[self.layer, rows, :, slot].set(k.swapaxes(1, 2).astype(self.k.dtype), mode="drop")
+        new_v = stack_v.at[self.layer, rows, :, slot].set(v.swapaxes(1, 2).astype(self.v.dtype), mode="drop")
+        cache = dataclasses.replace(self, k=new_k, v=new_v)
+        if not wraps:
             positions = _slot_positions(after, S)
             return new_k[self.layer].astype(k.dtype), new_v[self.layer].astype(v.dtype), positions, cache
-        # Here the old slots are read as well. The write is made from what was read, one layer's worth, so that
-        # it cannot come first: writes and reads of the stacks in no order would cost copies of the stacks.
-        old_k, old_v = jax.lax.optimization_barrier((self.k[self.layer], self.v[self.layer]))
-        new_k = self.k.at[self.layer].set(old_k.at[rows, :, slot].set(k_slots, mode="drop"))
-        new_v = self.v.at[self.layer].set(old_v.at[rows, :, slot].set(v_slots, mode="drop"))
-        cache = dataclasses.replace(self, k=new_k, v=new_v)
+        old = _slot_positions(self.lengths, S)
+        new = jnp.where(valid, span.positions, -1)
         keys = jnp.concatenate([old_k.astype(k.dtype), k], axis=2)
         values = jnp.concatenate([old_v.astype(v.dtype), v], axis=2)
-        old, new = _slot_positions(self.lengths, S), jnp.where(valid, span.positions, -1)
         return keys, values, jnp.concatenate([old, new], axis=1), cache
 
 
 def _slot_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
     """Position held by each slot of rows that have `lengths` tokens; negative where none is."""
     last = lengths[:, None] - 1
-    return last - (last - jnp.arange(slots)) % slots
+    return last - (last - jnp.arange(slots)[None]) % slots

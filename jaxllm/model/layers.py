@@ -12,6 +12,11 @@ from jaxtyping import Array, Float, Int
 from jaxllm.config import Architecture
 
 
+def align(vector: Array, x: Array) -> Array:
+    """The vector with leading dimensions of 1, to the rank of x: broadcasting is always asked for, never implied."""
+    return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
+
+
 def norm(x: Float[Array, "*batch D"], params: dict[str, Array], kind: str, eps: float) -> Float[Array, "*batch D"]:
     """LayerNorm (Ba et al. 2016), RMSNorm (Zhang & Sennrich 2019), or RMSNorm whose scale is 1 + w (Gemma).
 
@@ -21,10 +26,10 @@ def norm(x: Float[Array, "*batch D"], params: dict[str, Array], kind: str, eps: 
     if kind == "layernorm":
         x32 = x32 - x32.mean(-1, keepdims=True)
     x32 = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
-    scale = params["scale"].astype(jnp.float32)
+    scale = align(params["scale"].astype(jnp.float32), x32)
     x32 = x32 * (1.0 + scale if kind == "rmsnorm_plus_one" else scale)
     if "bias" in params:
-        x32 = x32 + params["bias"].astype(jnp.float32)
+        x32 = x32 + align(params["bias"].astype(jnp.float32), x32)
     return x32.astype(x.dtype)
 
 
@@ -75,7 +80,8 @@ def rotate(x: Float[Array, "B T heads H"], angles: tuple[Array, Array]) -> Float
 def rope_angles(positions: Int[Array, "B T"], model: Architecture, kind: str) -> tuple[Array, Array]:
     """(cos, sin), each [B, T, 1, H/2] float32, of a layer kind."""
     frequency, factor = rope_frequencies(model, kind)
-    angle = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
+    at = positions[:, :, None, None].astype(jnp.float32)
+    angle = at * align(jnp.asarray(frequency, jnp.float32), at)
     return factor * jnp.cos(angle), factor * jnp.sin(angle)
 
 
@@ -101,12 +107,12 @@ def mlp(x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture) -
     def project(name: str) -> Array:
         y = matmul(x, params[name])
         if model.mlp_bias:
-            y = y + params[f"{name}_bias"]
+            y = y + align(params[f"{name}_bias"], y)
         return checkpoint_name(y, f"mlp_{name}")
 
     up = project("up")
     hidden = activation(project("gate"), model.mlp) * up if model.gated else activation(up, model.mlp)
     y = matmul(hidden, params["down"])
     if model.mlp_bias:
-        y = y + params["down_bias"]
+        y = y + align(params["down_bias"], y)
     return checkpoint_name(y, "mlp_out")

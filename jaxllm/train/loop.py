@@ -45,7 +45,7 @@ class Trainer:
         self._model = architectures.resolve_config(config)
         self._mesh = mesh.make_mesh(config.mesh)
         self._recipe = programs.make_recipe(config, self._model, jax.default_backend())
-        self._bill = bill.TrainingBill(config, self._model, self._recipe.policy.name, console)
+        self._bill = bill.TrainingBill(config, self._model, console)
         vocab_size = self._model.vocab_size
         split = sources.split(config.data, vocab_size)
         self._data = pipeline.train_iterator(
@@ -118,6 +118,7 @@ class Trainer:
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(numbers[name]):
                     metrics.write("event", step, event="not finite", field=name)
+                    checkpoints.wait()  # the newest may still be on its way, and was good
                     raise RunError(
                         f"{name} is {numbers[name]} at step {step}; its batch held documents "
                         f"{_listed(self._data.document_names(documents))}; {checkpoints.last_good}"

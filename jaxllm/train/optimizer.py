@@ -102,7 +102,7 @@ def _is_matrix_batch(spec: ParamSpec, index: int, axis: str) -> bool:
 
 def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array, ""]]:
     """(gradients scaled to a global norm of at most `limit`, the norm before); a limit of 0 is no clipping."""
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     if not limit:
         return gradients, norm
     factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-16))

@@ -1,0 +1,41 @@
+# Two commands to begin with: make quickstart, make test.
+# Another interpreter: make test PYTHON=python3.13 (each has an environment of its own).
+
+PYTHON ?= python3
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+QUICKSTART_DIR ?= runs/quickstart
+QUICKSTART_STEPS ?=
+
+.PHONY: quickstart test lint format clean
+
+quickstart: $(INSTALLED)
+	$(BIN)/python -m jaxllm.train --config configs/quickstart.py --workdir $(QUICKSTART_DIR) \
+	    $(if $(QUICKSTART_STEPS),--config.train.steps=$(QUICKSTART_STEPS))
+	$(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt "def " --max_new_tokens 200
+	@echo
+	@echo "Next: $(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt 'class '"
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "jaxllm needs Python 3.11 or newer; make PYTHON=/path/to/python3.11 …"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
+	@touch $@
+
+clean:
+	rm -rf .venv* runs build *.egg-info .mypy_cache .ruff_cache

@@ -1,0 +1,146 @@
+"""Prefill and decoding as pure functions of parameters and state.
+
+Decoding runs on the device in loops of a few tokens. A row that has ended stays as it is, its cache and its
+length too, while its neighbours go on. Both forms are here: with a cache, and with the whole forward pass
+for every token, which is slow and so simple that it defines what the first must compute.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.config import Architecture
+from jaxllm.decode import sampling as sampling_lib
+from jaxllm.decode.cache import KVCache
+from jaxllm.decode.state import END, LENGTH, PAD, RUNNING, DecodeState, History, mark_seen
+from jaxllm.model import transformer
+
+
+def _last_hidden(hidden: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
+    """Hidden state of each row's last real token; the first where it has none."""
+    return jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+
+
+def _extend(
+    params: Any, cache: KVCache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], model: Architecture
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Runs tokens through the model into the cache; the logits after the last real one of each row."""
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    # Padding stands at a position that exists: learned positions have no row beyond the context.
+    positions = jnp.where(valid, positions, 0)
+    hidden, kv, _ = transformer.forward(
+        params,
+        jnp.where(valid, tokens, 0),
+        positions,
+        model,
+        valid=valid,
+        cache=cache.kv,
+        lengths=cache.lengths,
+        capacity=cache.capacity,
+    )
+    counts = valid.sum(1, dtype=jnp.int32)
+    logits = transformer.logits(_last_hidden(hidden, counts), params, model)
+    return logits, KVCache(kv, cache.lengths + counts, cache.capacity)
+
+
+def prefill(
+    params: Any, state: DecodeState, tokens: Int[Array, "B C"], valid: Bool[Array, "B C"], model: Architecture
+) -> DecodeState:
+    """Takes in one chunk of the prompts.
+
+    Args:
+      tokens: the next C tokens of every prompt; rows that have fewer are padded on the right.
+      valid: False for padding. Rows of which nothing is left keep their logits.
+    """
+    assert isinstance(state.cache, KVCache)
+    logits, cache = _extend(params, state.cache, tokens, valid, model)
+    logits = jnp.where(valid.any(1)[:, None], logits, state.logits)
+    seen = mark_seen(state.seen, tokens, valid)
+    return state.replace(cache=cache, logits=logits, seen=seen)
+
+
+def _choose(state: DecodeState) -> tuple[Int[Array, " B"], DecodeState]:
+    """The next token of every row, PAD where it has finished, and which rows finish with it.
+
+    A row ends by length once the token fills its cache: what follows could not be told from a wrong one.
+    """
+    active = ~state.finished
+    tokens = sampling_lib.next_tokens(state.logits, state.seen, state.sampling, state.cache.lengths)
+    generated = state.generated + active
+    ended = (tokens[:, None] == state.end_ids).any(1)
+    full = (generated >= state.limits) | (state.cache.lengths + 1 >= state.cache.capacity)
+    reason = jnp.where(ended, END, jnp.where(full, LENGTH, RUNNING)).astype(jnp.int32)
+    reason = jnp.where(active, reason, state.reason)
+    state = state.replace(
+        seen=mark_seen(state.seen, tokens[:, None], active[:, None]),
+        finished=state.finished | (reason != RUNNING),
+        reason=reason,
+        generated=generated,
+    )
+    return jnp.where(active, tokens, PAD), state
+
+
+def _run(
+    state: DecodeState,
+    step: Callable[[DecodeState], tuple[Int[Array, " B"], DecodeState]],
+    steps: int,
+    limit: Int[Array, ""],
+) -> tuple[DecodeState, Int[Array, "B steps"]]:
+    """Steps until all rows have finished, `limit` times at most, on the device."""
+
+    def going(carry: tuple[Array, DecodeState, Array]) -> Array:
+        i, state, _ = carry
+        return (i < jnp.minimum(limit, steps)) & ~state.finished.all()
+
+    def body(carry: tuple[Array, DecodeState, Array]) -> tuple[Array, DecodeState, Array]:
+        i, state, buffer = carry
+        tokens, state = step(state)
+        return i + 1, state, buffer.at[:, i].set(tokens)
+
+    buffer = jnp.full((state.finished.shape[0], steps), PAD, jnp.int32)
+    _, state, buffer = jax.lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state, buffer))
+    return state, buffer
+
+
+def decode(
+    params: Any, state: DecodeState, limit: Int[Array, ""], model: Architecture, steps: int
+) -> tuple[DecodeState, Int[Array, "B steps"]]:
+    """Up to `limit` more tokens for every row that has not finished, at most `steps` (which is static).
+
+    Returns:
+      (state, tokens: PAD where a row had finished or no step was made).
+    """
+
+    def step(state: DecodeState) -> tuple[Array, DecodeState]:
+        cache = state.cache
+        assert isinstance(cache, KVCache)
+        tokens, state = _choose(state)
+        logits, cache = _extend(params, cache, tokens[:, None], ~state.finished[:, None], model)
+        logits = jnp.where(state.finished[:, None], state.logits, logits)
+        return tokens, state.replace(cache=cache, logits=logits)
+
+    return _run(state, step, steps, limit)
+
+
+def decode_without_cache(
+    params: Any, state: DecodeState, limit: Int[Array, ""], model: Architecture, steps: int
+) -> tuple[DecodeState, Int[Array, "B steps"]]:
+    """The tokens of `decode` by a full forward pass over the whole buffer for each."""
+
+    def step(state: DecodeState) -> tuple[Array, DecodeState]:
+        history = state.cache
+        assert isinstance(history, History)
+        positions = jnp.broadcast_to(jnp.arange(history.capacity), history.tokens.shape)
+        hidden, _, _ = transformer.forward(params, history.tokens, positions, model)
+        logits = transformer.logits(_last_hidden(hidden, history.lengths), params, model)
+        tokens, state = _choose(state.replace(logits=logits))
+        # A finished row's token is written nowhere (out of bounds: dropped).
+        slots = jnp.where(state.finished, history.capacity, history.lengths)
+        written = history.tokens.at[jnp.arange(slots.shape[0]), slots].set(tokens, mode="drop")
+        history = history.replace(tokens=written, lengths=history.lengths + ~state.finished)
+        return tokens, state.replace(cache=history)
+
+    return _run(state, step, steps, limit)

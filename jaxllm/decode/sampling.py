@@ -1,0 +1,156 @@
+"""Choosing the next token. Every row of a batch has its own settings and its own noise.
+
+The order is: repetition penalty, temperature, then of the tokens by falling probability the shortest of
+the prefixes that top-k, top-p and min-p allow. The noise of a draw depends on the row's seed, its prompt and
+the position drawn, on nothing else: neighbours, batch size and padding do not change a row's tokens.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxllm.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How one prompt is continued; the fields are the flags of `jaxllm.sample`."""
+
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_k: int = 0  # of this many likeliest tokens; 0 is all
+    top_p: float = 1.0  # of the fewest likeliest tokens whose probability reaches this (Holtzman et al. 2020)
+    min_p: float = 0.0  # of tokens at least this many times as likely as the likeliest (Nguyen et al. 2024)
+    repetition_penalty: float = 1.0  # over 1: tokens of the prompt and the text so far are less likely
+    seed: int = 0
+
+
+class SamplingParams(flax.struct.PyTreeNode):
+    """`SamplingOptions` of each row, and what else decides its draws.
+
+    Attributes:
+      vocab_size: ids from this on are padding of the model's vocabulary and never chosen.
+      keys: of the row's noise, from its seed and prompt.
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    vocab_size: Int[Array, " B"]
+    keys: Key[Array, " B"]
+
+
+def check(options: SamplingOptions) -> None:
+    """Raises UserError, naming the flag, where a value makes no sense (NaN included)."""
+    if not 0 <= options.temperature < math.inf:
+        raise UserError(f"--temperature is {options.temperature}; it must be 0 (greedy) or positive")
+    if options.top_k < 0:
+        raise UserError(f"--top_k is {options.top_k}; it must be 0 (off) or positive")
+    if not 0 <= options.top_p <= 1:
+        raise UserError(f"--top_p is {options.top_p}; it must lie between 0 and 1 (1 is off)")
+    if not 0 <= options.min_p <= 1:
+        raise UserError(f"--min_p is {options.min_p}; it must lie between 0 (off) and 1")
+    if not 0 < options.repetition_penalty < math.inf:
+        raise UserError(f"--repetition_penalty is {options.repetition_penalty}; it must be positive (1 is off)")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed is {options.seed}; it must lie between 0 and {2**32 - 1}")
+
+
+def prompt_key(seed: int, prompt: Sequence[int] | np.ndarray) -> Key[Array, ""]:
+    """Key of a row's noise: one seed gives each prompt its own."""
+    digest = zlib.crc32(np.asarray(prompt, "<i4").tobytes())
+    return jax.random.fold_in(jax.random.key(np.uint32(seed)), np.uint32(digest))
+
+
+def make_params(
+    options: Sequence[SamplingOptions], prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int
+) -> SamplingParams:
+    """One row for each prompt (its token ids) and its options."""
+
+    def column(name: str, dtype: jax.typing.DTypeLike) -> Array:
+        return jnp.array([getattr(one, name) for one in options], dtype)
+
+    return SamplingParams(
+        temperature=column("temperature", jnp.float32),
+        # Any value from the vocabulary's size on is "all"; a larger one need not fit an int32.
+        top_k=jnp.array([min(one.top_k, vocab_size) for one in options], jnp.int32),
+        top_p=column("top_p", jnp.float32),
+        min_p=column("min_p", jnp.float32),
+        repetition_penalty=column("repetition_penalty", jnp.float32),
+        vocab_size=jnp.full(len(options), vocab_size, jnp.int32),
+        keys=jnp.stack([prompt_key(one.seed, prompt) for one, prompt in zip(options, prompts, strict=True)]),
+    )
+
+
+def penalize(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]) -> Float[Array, "B V"]:
+    """Positive logits of seen tokens are divided and negative ones multiplied, once however often seen.
+
+    Source: Keskar et al. 2019 (CTRL), section 4.1, which divides always and so favours repeats of unlikely tokens.
+    """
+    penalized = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
+    return jnp.where(seen, penalized, logits)
+
+
+def survivors(logits: Float[Array, "B V"], params: SamplingParams) -> Int[Array, " B"]:
+    """How many of the likeliest tokens may be drawn, at least 1, of logits in falling order."""
+    rank = jnp.arange(logits.shape[1])[None, :]
+    allowed = (params.top_k[:, None] == 0) | (rank < params.top_k[:, None])
+    # Later rules see the distribution that the earlier ones left.
+    logits = jnp.where(allowed, logits, -jnp.inf)
+    probabilities = jax.nn.softmax(logits)
+    before = jnp.cumsum(probabilities, axis=1) - probabilities
+    # At 1, rounding of the sum must not cut the tail.
+    allowed &= (params.top_p[:, None] >= 1) | (before < params.top_p[:, None])
+    allowed &= probabilities >= params.min_p[:, None] * probabilities[:, :1]
+    return jnp.maximum(allowed.sum(1, dtype=jnp.int32), 1)
+
+
+def _draw(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Samples by the Gumbel-max trick: the noise belongs to the token's id, so filters do not move it."""
+    V = logits.shape[1]
+
+    def row_noise(key: Key[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
+        return jax.random.gumbel(jax.random.fold_in(key, position), (V,), jnp.float32)
+
+    noise = jax.vmap(row_noise)(params.keys, positions)
+    logits = logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+
+    def plain() -> Array:
+        return jnp.argmax(logits + noise, axis=1)
+
+    def filtered() -> Array:
+        order = jnp.argsort(-logits, axis=1, stable=True)
+        falling = jnp.take_along_axis(logits, order, axis=1)
+        kept = jnp.arange(V)[None, :] < survivors(falling, params)[:, None]
+        noisy = jnp.where(kept, falling + jnp.take_along_axis(noise, order, axis=1), -jnp.inf)
+        return jnp.take_along_axis(order, jnp.argmax(noisy, axis=1)[:, None], axis=1)[:, 0]
+
+    # Sorting a large vocabulary can take longer than a small model's step; most requests filter nothing.
+    filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    return jax.lax.cond(filters.any(), filtered, plain)
+
+
+def next_tokens(
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], params: SamplingParams, positions: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """The token of each row.
+
+    Args:
+      logits: float32.
+      seen: tokens of the row so far, those of its prompt included and padding left out.
+      positions: of the token to be chosen, in its own sequence.
+    """
+    logits = penalize(logits, seen, params.repetition_penalty)
+    logits = jnp.where(jnp.arange(logits.shape[1])[None, :] < params.vocab_size[:, None], logits, -jnp.inf)
+    best = jnp.argmax(logits, axis=1)
+    sampled = params.temperature > 0
+    drawn = jax.lax.cond(sampled.any(), lambda: _draw(logits, params, positions), lambda: best)
+    return jnp.where(sampled, drawn, best).astype(jnp.int32)

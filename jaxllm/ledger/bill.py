@@ -1,0 +1,96 @@
+"""The bill of a run on the machine it starts on: made before it, held against it after its second step."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxllm import hardware
+from jaxllm.config import Architecture, Config
+from jaxllm.errors import RunError
+from jaxllm.hardware import Device
+from jaxllm.ledger import compiled, compute, inference, memory, report
+from jaxllm.ledger import device as device_lib
+from jaxllm.ledger.reconcile import EXACT, Reconciliation, reconcile
+from jaxllm.ledger.rows import Ledger, Unknown
+from jaxllm.train.precision import policy_for
+
+
+def training(config: Config, model: Architecture, device: Device) -> Ledger:
+    """The ledger of a training run on a device, with its capacity and the work of one step."""
+    platform = jax.default_backend()
+    policy = policy_for(config.precision.policy, platform)
+    ledger = memory.training(model, config, policy.name, platform)
+    return _on(device, ledger, compute.train_step(model, config, policy.name), policy.compute.name)
+
+
+def sampling(name: str, model: Architecture, device: Device, batch: int, capacity: int, chunk: int) -> Ledger:
+    """The ledger of decoding on a device, with the work of one token.
+
+    Args:
+      name: of the model, for the title.
+      batch: sequences at a time.
+      capacity: tokens of prompt and text a sequence may have.
+      chunk: prompt tokens taken at a time.
+    """
+    platform = jax.default_backend()
+    policy = policy_for("auto", platform)
+    ledger = inference.inference(model, batch, capacity, chunk, policy.name, policy.name, name, platform)
+    work = compute.decode_token(model, batch, capacity, policy.name, policy.name)
+    return _on(device, ledger, work, policy.compute.name)
+
+
+def _on(device: Device, ledger: Ledger, work: compute.Work, dtype: str) -> Ledger:
+    capacity = device.memory_bytes
+    return dataclasses.replace(
+        ledger,
+        device=device.name,
+        capacity_bytes=Unknown(f"{device.name}: {device.source}") if capacity is None else capacity,
+        compute=work.to_json(device, dtype),
+    )
+
+
+class TrainingBill:
+    """What the trainer shows of the ledger, and what it is measured against.
+
+    Args:
+      config, model: of the run.
+      console: where to show it.
+    """
+
+    def __init__(self, config: Config, model: Architecture, console: Console):
+        self._check, self._console = config.ledger.check, console
+        self._device = hardware.this_machine()
+        self._ledger = training(config, model, self._device)
+        self.model_flops_per_token = compute.model_flops_per_token(model, config.data.sequence_length)
+        dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
+        peak = self._device.peak_flops.get(dtype)
+        self.peak_flops = peak * config.mesh.data if peak else None
+
+    def show(self) -> None:
+        """Rows, total, capacity, verdict."""
+        report.show_bill(self._ledger, self._device, self._console)
+
+    def reconcile(self, workdir: pathlib.Path, train_step: jax.stages.Compiled, state: Any) -> Reconciliation | None:
+        """Holds the ledger against the program and the live arrays; shows it and writes `workdir/ledger.json`.
+
+        Raises:
+          RunError: config.ledger.check is strict and the persistent state is not what the ledger says.
+        """
+        if self._check == "off":
+            return None
+        trees = {"weights": state.params, "optimizer": state.opt_state, "state": state}
+        result = reconcile(
+            self._ledger, compiled.figures(train_step), {"peak": device_lib.peak_bytes()}, trees
+        )
+        (workdir / "ledger.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
+        report.show_reconciliation(result, self._console)
+        faults = [fault for fault in result.faults(float("inf")) if fault.startswith(EXACT)]
+        if faults and self._check == "strict":
+            raise RunError(f"config.ledger.check is strict and the ledger is wrong: {'; '.join(faults)}")
+        for fault in faults:
+            self._console.print(f"ledger: {fault}", highlight=False, markup=False)
+        return result

@@ -1,0 +1,114 @@
+"""The columns side by side, with the gap of each to the formula."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.ledger import device as device_lib
+from jaxllm.ledger.rows import Figure, Ledger, Unknown, figure_to_json
+
+COLUMNS = ("formula", "trace", "compiled", "device")
+# What has to be equal to the byte; the peak alone is an estimate.
+EXACT = ("weights", "optimizer", "persistent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One quantity in every column, in bytes on one device.
+
+    Attributes:
+      name: weights | optimizer | persistent | peak.
+      columns: of COLUMNS.
+    """
+
+    name: str
+    columns: Mapping[str, Figure]
+
+    def gap(self, column: str) -> float | Unknown:
+        """(formula − column) / column: positive where the formula says more."""
+        formula, other = self.columns["formula"], self.columns[column]
+        if isinstance(formula, Unknown):
+            return formula
+        if isinstance(other, Unknown):
+            return other
+        if not other:
+            return 0.0 if not formula else Unknown(f"the {column} column is 0 B and the formula is {formula:,} B")
+        return (formula - other) / other
+
+
+@dataclasses.dataclass(frozen=True)
+class Reconciliation:
+    """A ledger and what was found of it. `to_json` is the ledger JSON with all columns."""
+
+    ledger: Ledger
+    lines: tuple[Line, ...]
+
+    def ok(self, tolerance: float) -> bool:
+        """Whether state is equal to the byte wherever it was measured, and every known peak within `tolerance`."""
+        return not self.faults(tolerance)
+
+    def faults(self, tolerance: float) -> list[str]:
+        """A sentence for each figure that is not what the formula says."""
+        told = []
+        for line in self.lines:
+            for column in COLUMNS[1:]:
+                formula, other = line.columns["formula"], line.columns[column]
+                if isinstance(formula, Unknown) or isinstance(other, Unknown):
+                    continue
+                gap = line.gap(column)
+                allowed = 0.0 if line.name in EXACT else tolerance
+                if isinstance(gap, Unknown) or abs(gap) > allowed:
+                    off = gap.why if isinstance(gap, Unknown) else f"{gap:+.2%}"
+                    told.append(f"{line.name}: formula {formula:,} B, {column} {other:,} B ({off})")
+        return told
+
+    def to_json(self) -> dict[str, Any]:
+        columns = {
+            column: {line.name: figure_to_json(line.columns[column]) for line in self.lines} for column in COLUMNS
+        }
+        gaps = {line.name: {column: figure_to_json(line.gap(column)) for column in COLUMNS[1:]} for line in self.lines}
+        return self.ledger.to_json() | {"columns": columns, "gaps": gaps}
+
+
+def reconcile(
+    ledger: Ledger,
+    compiled_figures: Mapping[str, Any] | None = None,
+    device_figures: Mapping[str, Any] | None = None,
+    state_trees: Mapping[str, Any] | None = None,
+) -> Reconciliation:
+    """Puts the columns together.
+
+    Args:
+      compiled_figures: of `ledger.compiled.figures`.
+      device_figures: {"peak": bytes or Unknown}, as of `ledger.device.peak_bytes`.
+      state_trees: the live state: {"weights": tree, "optimizer": tree, "state": everything that persists}.
+    """
+    kinds = ("weights", "master weights")
+    formula: dict[str, Figure] = {
+        "weights": sum(ledger.kind_bytes(kind) for kind in kinds),
+        "optimizer": ledger.kind_bytes("optimizer"),
+        "persistent": ledger.persistent_bytes,
+        "peak": ledger.peak_bytes,
+    }
+    compiled = compiled_figures or {}
+    not_compiled = Unknown("nothing was compiled")
+    in_program = Unknown("XLA tells a program's arguments in one sum, batch included")
+    compiled_column = dict.fromkeys(EXACT, in_program if compiled else not_compiled)
+    compiled_column["peak"] = compiled.get("peak", not_compiled)
+
+    device: dict[str, Figure] = {name: Unknown("no live state was given") for name in EXACT}
+    for name, tree in (state_trees or {}).items():
+        device["persistent" if name == "state" else name] = device_lib.tree_bytes(tree)
+    device["peak"] = (device_figures or {}).get("peak", Unknown("no device was asked"))
+
+    not_traced = Unknown("nothing was traced")
+    lines = []
+    for name, value in formula.items():
+        columns = {
+            "formula": value,
+            "trace": not_traced,
+            "compiled": compiled_column[name],
+            "device": device[name],
+        }
+        lines.append(Line(name, columns))
+    return Reconciliation(ledger, tuple(lines))

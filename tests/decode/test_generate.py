@@ -1,0 +1,254 @@
+"""Prefill and decoding against the plain forward pass, and rows against themselves alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+
+from jaxllm import programs
+from jaxllm.decode import cache as cache_lib
+from jaxllm.decode import generate, state
+from jaxllm.decode.sampling import SamplingOptions, make_params
+from jaxllm.model import attention as attention_lib
+from jaxllm.model import specs, transformer
+
+CAPACITY = 64
+STEPS = 16
+RANDOM = np.random.default_rng(0)
+PROMPTS = [RANDOM.integers(0, 64, size).astype(np.int32) for size in (3, 11, 7, 20, 5, 6, 13, 1)]
+GREEDY = SamplingOptions(temperature=0.0)
+WARM = SamplingOptions(temperature=0.8, seed=42)
+
+
+@functools.cache
+def params_of(model):
+    return specs.initialize(specs.param_specs(model), jax.random.key(0), jnp.float32)
+
+
+@functools.cache
+def compiled(name, model, batch, width, capacity):
+    return quickly(getattr(programs, name)(model, batch, width, capacity, jnp.float32))
+
+
+def quickly(program):
+    """The executable, less optimised than the real one: compiling is what these tests spend their time on."""
+    return program.jitted.lower(*program.inputs).compile(compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def full_logits(model):
+    def run(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        return transformer.logits(transformer.forward(params, tokens, positions, model)[0], params, model)
+
+    return jax.jit(run)
+
+
+def columns(prompts, options, limit, ends):
+    rows = len(prompts)
+    options = options if isinstance(options, list) else [options] * rows
+    sampling = make_params(options, prompts, models.ROTARY.vocab_size)
+    return sampling, [limit] * rows, [ends] * rows
+
+
+def prefilled(model, prompts, options=GREEDY, limit=32, ends=(), capacity=CAPACITY, chunk=16, run=None):
+    """The state after prefill in chunks."""
+    run = run or compiled("prefill", model, len(prompts), chunk, capacity)
+    cache = cache_lib.create(model, len(prompts), capacity, jnp.float32)
+    current = state.start(model, cache, *columns(prompts, options, limit, ends))
+    for begin in range(0, max(map(len, prompts)), chunk):
+        tokens = np.full((len(prompts), chunk), 63, np.int32)  # padding is a token like others; only `valid` tells
+        valid = np.zeros((len(prompts), chunk), bool)
+        for row, prompt in enumerate(prompts):
+            part = prompt[begin : begin + chunk]
+            tokens[row, : len(part)], valid[row, : len(part)] = part, True
+        current = run(params_of(model), current, tokens, valid)
+    return current
+
+
+def drain(decode, model, current):
+    """(tokens of each row, state at the end)."""
+    parts = []
+    while not np.asarray(current.finished).all():
+        current, buffer = decode(params_of(model), current, np.int32(STEPS))
+        parts.append(np.asarray(buffer))
+    rows = np.concatenate(parts, axis=1)
+    return [row[row != state.PAD].tolist() for row in rows], current
+
+
+def with_cache(model, prompts, options=GREEDY, capacity=CAPACITY, **kwargs):
+    current = prefilled(model, prompts, options, capacity=capacity, **kwargs)
+    return drain(compiled("decode", model, len(prompts), STEPS, capacity), model, current)
+
+
+def without_cache(model, prompts, options=GREEDY, limit=32, ends=(), capacity=CAPACITY):
+    current = state.start_without_cache(model, prompts, capacity, *columns(prompts, options, limit, ends))
+    return drain(compiled("decode_without_cache", model, len(prompts), STEPS, capacity), model, current)
+
+
+@pytest.fixture(params=models.ALL.values(), ids=models.ALL)
+def model(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", ["rotary", "learned"])
+def test_rows_are_what_they_are_alone(name):
+    model = models.ALL[name]
+    together, _ = with_cache(model, PROMPTS[:2])
+    assert [len(row) for row in together] == [32, 32]
+    assert together[0] != together[1]
+    for prompt, row in zip(PROMPTS[:2], together, strict=True):
+        assert with_cache(model, [prompt])[0] == [row]
+
+
+@pytest.mark.parametrize("options", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_a_cache_changes_no_token(model, options):
+    # Prompts and 32 tokens go far past the sliding window, 6, and wrap its ring many times.
+    got, ended = with_cache(model, PROMPTS[:2], options)
+    want, plain = without_cache(model, PROMPTS[:2], options)
+    assert got == want
+    np.testing.assert_array_equal(ended.reason, plain.reason)
+    np.testing.assert_array_equal(ended.cache.lengths, plain.cache.lengths)
+    np.testing.assert_array_equal(ended.seen, plain.seen)
+
+
+def test_logits_are_those_of_the_full_forward(model):
+    prompts = PROMPTS[:2]
+    current = prefilled(model, prompts)
+    decode = compiled("decode", model, 2, STEPS, CAPACITY)
+    texts = [list(prompt) for prompt in prompts]
+    for limit in (0, 1, 9):
+        current, buffer = decode(params_of(model), current, np.int32(limit))
+        for row, text in enumerate(texts):
+            text += np.asarray(buffer)[row, :limit].tolist()
+            want = full_logits(model)(params_of(model), jnp.array([text + [0] * (CAPACITY - len(text))]))
+            np.testing.assert_allclose(current.logits[row], want[0, len(text) - 1], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("rotary", 5), ("sliding", 1), ("sliding", 5), ("sliding", 64)])
+def test_chunk_size_changes_no_token(name, chunk):
+    model, prompts = models.ALL[name], [PROMPTS[3], PROMPTS[1]]
+    assert with_cache(model, prompts, chunk=chunk)[0] == with_cache(model, prompts)[0]
+
+
+def test_a_full_cache_ends_a_row_as_a_larger_one_would_go_on():
+    model = models.ROTARY
+    prompts = [RANDOM.integers(0, 64, 60).astype(np.int32), PROMPTS[1]]
+    small, ended = with_cache(model, prompts, limit=10)
+    large, _ = with_cache(model, prompts, limit=10, capacity=128)
+    assert [len(row) for row in large] == [10, 10]
+    assert small == [large[0][:4], large[1]]  # 60 + 4 fill the cache
+    assert np.asarray(ended.reason).tolist() == [state.LENGTH, state.LENGTH]
+    assert (np.asarray(ended.cache.lengths) <= CAPACITY).all()
+
+
+def scripted(monkeypatch, script):
+    """Makes token choice read a script: row's token at a position. Programs are compiled anew under it."""
+    table = jnp.array(script, jnp.int32)
+
+    def choose(logits, seen, sampling, positions):
+        return jnp.take_along_axis(table, positions[:, None] - 1, axis=1)[:, 0]
+
+    monkeypatch.setattr(generate.sampling_lib, "next_tokens", choose)
+
+
+def test_each_end_id_ends_its_row_which_then_stays(monkeypatch):
+    model, prompts = models.ROTARY, [PROMPTS[7], PROMPTS[7]]  # one token each: step i draws for position i
+    scripted(monkeypatch, [[2] + [5] * 30, [5] * 8 + [7] + [5] * 22])
+    decode = quickly(programs.decode(model, 2, STEPS, CAPACITY, jnp.float32))
+
+    current = prefilled(model, prompts, ends=(2, 7), chunk=1)
+    current, first = decode(params_of(model), current, np.int32(1))
+    frozen = jax.tree.map(np.array, current)
+    assert np.asarray(first)[:, 0].tolist() == [2, 5]
+    current, rest = decode(params_of(model), current, np.int32(STEPS))
+    assert np.asarray(rest)[0].tolist() == [state.PAD] * STEPS
+    assert np.asarray(rest)[1].tolist() == [5] * 7 + [7] + [state.PAD] * 8
+    assert np.asarray(current.reason).tolist() == [state.END, state.END]
+    assert np.asarray(current.generated).tolist() == [1, 9]
+    assert np.asarray(current.cache.lengths).tolist() == [1, 9]  # the end itself is not fed
+    for before, after in zip(jax.tree.leaves(frozen.cache.kv), jax.tree.leaves(current.cache.kv), strict=True):
+        np.testing.assert_array_equal(after[:, 0], before[:, 0])
+        assert (np.asarray(after)[:, 1] != before[:, 1]).any()
+    np.testing.assert_array_equal(current.logits[0], frozen.logits[0])
+    np.testing.assert_array_equal(current.seen[0], frozen.seen[0])
+
+    ignoring = prefilled(model, prompts, ends=(), limit=12, chunk=1)
+    rows, ignoring = drain(decode, model, ignoring)
+    assert rows == [[2] + [5] * 11, [5] * 8 + [7] + [5] * 3]
+    assert np.asarray(ignoring.reason).tolist() == [state.LENGTH, state.LENGTH]
+
+
+@pytest.mark.parametrize("options", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_neighbours_and_batch_size_change_no_row(options):
+    model = models.ROTARY
+    alone = with_cache(model, PROMPTS[:1], options, limit=16)[0][0]
+    for size in (2, 8, 16):
+        others = [SamplingOptions(seed=i) if i % 2 else GREEDY for i in range(1, size)]
+        prompts = (PROMPTS + [prompt[::-1] for prompt in PROMPTS])[:size]
+        rows, _ = with_cache(model, prompts[1:] + prompts[:1], [*others, options], limit=16)
+        assert rows[-1] == alone
+
+
+def test_one_seed_gives_each_prompt_its_own_noise():
+    # Two prompts with the same ending and a flat model: only the noise can tell their tokens apart.
+    flat = jax.tree.map(jnp.zeros_like, params_of(models.ROTARY))
+    decode = compiled("decode", models.ROTARY, 2, STEPS, CAPACITY)
+
+    def tokens(*prompts):
+        current = prefilled(models.ROTARY, [np.array(prompt, np.int32) for prompt in prompts], WARM)
+        current = current.replace(logits=jnp.zeros_like(current.logits))
+        return np.asarray(decode(flat, current, np.int32(STEPS))[1])
+
+    first, second = tokens([1, 2], [2, 2])
+    assert (first == second).sum() < STEPS // 2
+    np.testing.assert_array_equal(tokens([2, 2], [1, 2]), [second, first])
+
+
+def test_seen_tokens_are_the_prompts_without_its_padding():
+    current = prefilled(models.ROTARY, PROMPTS[:2])
+    for row, prompt in enumerate(PROMPTS[:2]):
+        assert set(np.flatnonzero(current.seen[row])) == set(prompt.tolist())
+
+
+def test_a_penalty_counts_the_prompt():
+    model, options = models.ROTARY, SamplingOptions(temperature=0.0, repetition_penalty=1e6)
+    prompt = np.arange(40, dtype=np.int32)
+    rows, _ = with_cache(model, [prompt], options, limit=20)
+    assert len(set(rows[0])) == 20
+    assert not set(rows[0]) & set(prompt.tolist())
+
+
+WIDE = dataclasses.replace(models.ROTARY, context_length=4096, layers=6)
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("prefill", "full"), ("decode", "full"), ("decode", "sliding")])
+def test_the_cache_is_updated_in_place(name, pattern):
+    # Long, so that the cache is large beside all else. With rings, prefill reads slots that it overwrites; some
+    # versions of XLA copy there, a ring's bytes at most.
+    model = dataclasses.replace(models.ROTARY, context_length=8192, layers=5, pattern=(pattern, "full"), window=1024)
+    program = getattr(programs, name)(model, 2, 8, 8192, jnp.float32)
+    memory = program.compile().memory_analysis()
+    cache = program.inputs[1].cache.nbytes
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < cache
+
+
+def test_a_cache_that_is_not_donated_would_be_caught():
+    program = programs.decode(models.ROTARY, 2, 8, CAPACITY, jnp.float32)
+    undonated = jax.jit(program.jitted.__wrapped__).lower(*program.inputs).compile().memory_analysis()
+    assert undonated.alias_size_in_bytes < program.inputs[1].cache.nbytes
+
+
+def test_a_ring_off_by_one_would_be_caught(monkeypatch):
+    right = attention_lib._slot_positions
+    monkeypatch.setattr(attention_lib, "_slot_positions", lambda lengths, slots: right(lengths, slots) + 1)
+    model = models.SLIDING
+    wrong_prefill = quickly(programs.prefill(model, 2, 16, CAPACITY, jnp.float32))
+    wrong_decode = quickly(programs.decode(model, 2, STEPS, CAPACITY, jnp.float32))
+    got, _ = drain(wrong_decode, model, prefilled(model, PROMPTS[:2], run=wrong_prefill))
+    assert got != without_cache(model, PROMPTS[:2])[0]

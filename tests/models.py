@@ -1,0 +1,59 @@
+"""Small models that between them use every branch of the transformer."""
+
+import dataclasses
+
+from jaxllm.config import Architecture
+
+ROTARY = Architecture(
+    vocab_size=64,
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_width=48,
+    context_length=128,
+    mlp="swiglu",
+    norm="rmsnorm",
+    norm_placement="pre",
+    norm_eps=1e-5,
+    positions="rotary",
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied_embeddings=True,
+    init_std=0.2,  # ten times the usual, so that a small model's outputs differ by far more than rounding
+)
+LEARNED = dataclasses.replace(
+    ROTARY,
+    kv_heads=4,
+    mlp="gelu",
+    norm="layernorm",
+    positions="learned",
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    tied_embeddings=False,
+)
+# Two kinds of layer, three repeats and one layer over, every cap and norm that Gemma 2 and 3 have.
+SLIDING = dataclasses.replace(
+    ROTARY,
+    layers=5,
+    mlp="geglu",
+    norm="rmsnorm_plus_one",
+    norm_placement="sandwich",
+    qk_norm=True,
+    pattern=("sliding", "full"),
+    window=6,
+    embedding_scale=32**0.5,
+    query_scale=0.3,
+    attention_softcap=20.0,
+    logit_softcap=15.0,
+    rope_theta_sliding=100.0,
+    rope_scaling="linear",
+    rope_factor=4.0,
+)
+EXPERTS = dataclasses.replace(ROTARY, experts=4, experts_per_token=2, mlp_width=24, router_aux_weight=0.02)
+
+ALL = {"rotary": ROTARY, "learned": LEARNED, "sliding": SLIDING, "experts": EXPERTS}

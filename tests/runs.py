@@ -1,0 +1,71 @@
+"""A run small enough to train in a second, for the tests of everything around the step."""
+
+import io
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+from rich.console import Console
+
+from jaxllm.config import Config
+from jaxllm.train.loop import Trainer
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def write_corpus(folder: pathlib.Path, files: int = 12) -> str:
+    """Text files of seeded words; returns their glob."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+    for i in range(files):
+        text = " ".join(generator.choice(words, size=120))
+        (folder / f"{i}.txt").write_text(text + "\n")
+    return str(folder / "*.txt")
+
+
+def tiny_config(path: str, **fields) -> Config:
+    """One layer of width 16 on a corpus of `write_corpus`; `fields` are `section_field=value`."""
+    config = Config()
+    model = config.model
+    model.name = "llama3.2-1b"
+    model.vocab_size, model.layers, model.width, model.heads, model.kv_heads, model.head_dim = 257, 1, 16, 2, 1, 8
+    model.mlp_width, model.context_length, model.rope_scaling = 32, 64, "none"
+    config.data.source, config.data.path, config.data.sequence_length = "text", path, 32
+    config.data.shuffle_window, config.data.validation_fraction = 8, 0.2
+    config.train.steps, config.train.batch_size = 8, 4
+    config.optimizer.peak_lr = 1e-2
+    config.checkpoint.every, config.eval.every, config.eval.batches = 3, 0, 2
+    for name, value in fields.items():
+        section, field = name.split("_", 1)
+        assert hasattr(getattr(config, section), field), name
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+def train(config: Config, workdir: pathlib.Path) -> tuple[int, str]:
+    """(exit status, everything printed) of a run in this process."""
+    out = io.StringIO()
+    status = Trainer(config, workdir, Console(file=out, width=100)).run()
+    return status, out.getvalue()
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """A user's environment: one CPU device, and the defaults that the tests tighten."""
+    usual = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": "", "JAX_NUMPY_RANK_PROMOTION": "allow"}
+    return os.environ | usual | extra
+
+
+def command(module: str, *arguments: str) -> subprocess.CompletedProcess:
+    """A command as a person runs it."""
+    return _run(["-m", module, *arguments])
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return _run(["-c", code])
+
+
+def _run(arguments: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], env=environment(), capture_output=True, text=True, cwd=ROOT)

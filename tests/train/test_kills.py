@@ -1,0 +1,70 @@
+"""SIGKILL at random moments: the run that survives them ends bitwise equal to one left alone."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from jaxllm.train import checkpoint, metrics
+
+KILLS = 20
+STEPS = 1200
+
+
+def start(config_file, workdir, cache):
+    # Starting is most of such a run's life; compile once for all of them.
+    environment = runs.environment(JAX_COMPILATION_CACHE_DIR=str(cache), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    arguments = ["-m", "jaxllm.train", f"--config={config_file}", f"--workdir={workdir}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out.decode()
+    return out.decode()
+
+
+@pytest.mark.slow
+def test_random_kills_end_bitwise_equal(tmp_path):
+    corpus = runs.write_corpus(tmp_path / "corpus", files=20)
+    config_file = tmp_path / "c.py"
+    config_file.write_text(
+        "import runs\n\ndef get_config():\n"
+        f"    return runs.tiny_config({corpus!r}, train_steps={STEPS}, checkpoint_every=7, log_every=100)\n"
+    )
+    finish(start(config_file, tmp_path / "whole", tmp_path / "cache"))
+
+    chance = random.Random(0)
+    record = tmp_path / "killed" / "metrics.jsonl"
+    reached = []
+    while len(reached) < KILLS:
+        process = start(config_file, tmp_path / "killed", tmp_path / "cache")
+        begun = record.stat().st_mtime_ns if record.exists() else 0
+        if chance.random() < 0.8:  # most die while training or saving, the rest at any moment of starting
+            while process.poll() is None and (not record.exists() or record.stat().st_mtime_ns == begun):
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 0.25))
+        else:
+            time.sleep(chance.uniform(0.0, 5.0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "it ended before it was killed: raise STEPS"
+        reached.append(len(metrics.read(record)) if record.exists() else 0)
+    assert max(reached) > 20, f"the kills must land in training, not only before it: {reached}"
+    finish(start(config_file, tmp_path / "killed", tmp_path / "cache"))
+
+    _, got = checkpoint.load_model(tmp_path / "killed")
+    _, want = checkpoint.load_model(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    losses = [
+        [r["loss"] for r in metrics.read(tmp_path / name / "metrics.jsonl") if r["kind"] == "step"]
+        for name in ("killed", "whole")
+    ]
+    assert losses[0] == losses[1]

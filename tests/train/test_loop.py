@@ -1,0 +1,188 @@
+"""Runs from end to end, in one process: what is printed, recorded, resumed and refused."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from jaxllm.errors import RunError, UserError
+from jaxllm.train import checkpoint, metrics
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def steps_of(workdir):
+    return [record for record in metrics.read(workdir / "metrics.jsonl") if record["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """An uninterrupted run of 8 steps, the measure of all others."""
+    workdir = tmp_path_factory.mktemp("whole")
+    started = time.perf_counter()
+    status, text = runs.train(runs.tiny_config(corpus), workdir)
+    return workdir, status, text, time.perf_counter() - started
+
+
+def test_prints_in_order_and_records(whole):
+    workdir, status, text, _ = whole
+    assert status == 0
+    marks = ["ledger", "compiled in", "step 8/8", "reconcil", "validation loss", "bits per byte", "jaxllm.sample"]
+    places = [text.lower().find(mark) for mark in marks]
+    assert min(places) >= 0, dict(zip(marks, places, strict=True))
+    assert places[0] < places[1] < places[4] < places[6]
+    records = steps_of(workdir)
+    assert [r["step"] for r in records] == list(range(1, 9))
+    assert all(r["tokens"] + r["padding"] == 4 * 32 for r in records)
+    assert records[0]["loss"] == pytest.approx(np.log(257), rel=0.1), "an untrained model is as good as chance"
+    assert records[-1]["loss"] < records[0]["loss"]
+    evaluation = [r for r in metrics.read(workdir / "metrics.jsonl") if r["kind"] == "eval"]
+    assert [r["step"] for r in evaluation] == [8]
+    ledger = json.loads((workdir / "ledger.json").read_text())
+    assert ledger["task"] == "train"
+
+
+def test_times_add_up_to_the_wall_clock(whole):
+    workdir, _, text, wall = whole
+    line = next(line for line in text.splitlines() if " steps in " in line)
+    parts = [float(part.split()[-2]) for part in line.split(": ")[1].split(", ")]
+    total = float(line.split(" steps in ")[1].split()[0])
+    # Printed to 0.1 s, each part may be off by 0.05.
+    assert sum(parts) == pytest.approx(total, rel=0.02, abs=0.05 * len(parts))
+    assert total == pytest.approx(wall, rel=0.02, abs=0.3)
+    steps = float(next(p for p in line.split(", ") if p.startswith("steps")).split()[1])
+    assert sum(r["seconds"] for r in steps_of(workdir)) == pytest.approx(steps, abs=0.06)
+
+
+def assert_same_end(workdir, whole):
+    _, got = checkpoint.load_model(workdir)
+    _, want = checkpoint.load_model(whole[0])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for field in ("step", "loss", "grad_norm", "lr"):
+        assert [r[field] for r in steps_of(workdir)] == [r[field] for r in steps_of(whole[0])]
+
+
+def test_second_time_says_it_is_done(whole):
+    before = (whole[0] / "metrics.jsonl").read_text()
+    status, text = runs.train(checkpoint.load_model(whole[0])[0], whole[0])
+    assert status == 0
+    assert "is done" in text
+    assert (whole[0] / "metrics.jsonl").read_text() == before
+
+
+def test_sigterm_saves_and_the_same_command_ends_bitwise_equal(corpus, whole, tmp_path):
+    config = runs.tiny_config(corpus)
+
+    def stop():
+        path = tmp_path / "metrics.jsonl"
+        while not path.exists() or '"step": 2' not in path.read_text():
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    status, text = runs.train(config, tmp_path)
+    thread.join()
+    assert status in (128 + signal.SIGTERM, 0), text
+    if status:
+        assert "SIGTERM: saved after step" in text
+        status, text = runs.train(config, tmp_path)
+        assert "resuming" in text
+    assert status == 0
+    assert_same_end(tmp_path, whole)
+
+
+def test_not_finite_stops_with_step_documents_and_last_good(corpus, tmp_path):
+    config = runs.tiny_config(corpus, optimizer_name="sgd", optimizer_peak_lr=1e30, optimizer_clip_norm=0.0)
+    config.checkpoint.every = 1
+    with pytest.raises(RunError, match=r"is (nan|inf) at step \d.*\.txt.*the last good checkpoint is") as error:
+        runs.train(config, tmp_path)
+    step = int(str(error.value).split("at step ")[1].split(";")[0])
+    newest = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
+    assert newest == step - 1, "a state that is not finite is never saved as good"
+
+
+def test_workdir_of_another_configuration_is_refused_and_unchanged(corpus, whole):
+    before = sorted((p, p.stat().st_mtime_ns) for p in whole[0].rglob("*") if p.name != ".lock" and p.is_file())
+    with pytest.raises(UserError, match=r"config.optimizer.peak_lr was 0.01 and is 0.02"):
+        runs.train(runs.tiny_config(corpus, optimizer_peak_lr=0.02), whole[0])
+    assert sorted((p, p.stat().st_mtime_ns) for p in whole[0].rglob("*") if p.name != ".lock" and p.is_file()) == before
+
+
+def test_two_runs_in_one_workdir(corpus, tmp_path):
+    from jaxllm.train import loop
+
+    with loop._only_run_in(tmp_path), pytest.raises(UserError, match="another run"):
+        runs.train(runs.tiny_config(corpus), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config.data.path=/nowhere/*.txt"], "/nowhere"),
+        (["--config.data.sequence_length=60", "--config.data.path={lone}"], "longer than the data"),
+        (["--config.data.path={empty}"], "empty"),
+        (["--config.data.path={latin}"], "UTF-8"),
+        (["--config.model.name=gpt5"], "gpt5"),
+        (["--config.model.heads=3"], "kv_heads"),
+        (["--config.train.batch_sise=3"], "train.batch_size"),
+        (["--config.train.steps=many"], "many"),
+        (["--config.mesh.data=64", "--config.train.batch_size=64"], "config.mesh.data"),
+        (["--nonsense=1"], "--nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(tmp_path, corpus, arguments, words):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n" * 20)
+    (tmp_path / "lone.txt").write_text("a few words\nand a few more\n")
+    (tmp_path / "c.py").write_text(
+        f"import runs\n\ndef get_config():\n    return runs.tiny_config({corpus!r}, model_kv_heads=2)\n"
+    )
+    places = {name: tmp_path / f"{name}.txt" for name in ("empty", "latin", "lone")}
+    arguments = [argument.format(**places) for argument in arguments]
+    done = runs.command("jaxllm.train", f"--config={tmp_path / 'c.py'}", f"--workdir={tmp_path / 'w'}", *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert words in lines[0]
+    assert not (tmp_path / "w" / "checkpoints").exists()
+
+
+def test_disk_full_while_saving(corpus, tmp_path):
+    """A file size limit stands in for a full disk: writes fail in the middle, after a good first checkpoint."""
+    code = (
+        "import resource, sys, pathlib, runs\n"
+        "from jaxllm.train import checkpoint\n"
+        "from jaxllm import commandline\n"
+        "save = checkpoint.Checkpointer.save\n"
+        "def limited(self, step, *rest):\n"
+        "    if step == 6: self.wait(); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "    save(self, step, *rest)\n"
+        "checkpoint.Checkpointer.save = limited\n"
+        f"config = runs.tiny_config({corpus!r})\n"
+        f"commandline.run(lambda: runs.train(config, pathlib.Path({str(tmp_path)!r}))[0], ['x'])\n"
+    )
+    done = runs.python(code)
+    assert done.returncode == 2, done.stderr
+    assert "cannot save the checkpoint of step 6" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000003"]
+    _, text = runs.train(runs.tiny_config(corpus), tmp_path)
+    assert "resuming" in text
+
+
+def test_profile_and_tensorboard(corpus, tmp_path):
+    config = runs.tiny_config(corpus, log_profile_start=3, log_profile_steps=2, log_tensorboard=True, train_steps=6)
+    _, text = runs.train(config, tmp_path)
+    assert "trace of steps 3 to 4" in text
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert list((tmp_path / "tensorboard").glob("events.*"))
