@@ -1,21 +1,38 @@
+"""Bytes of the Python standard library, two minutes on two CPU cores: the first run to make.
+
+Command:   make quickstart    (or: python -m jaxllm.train --config configs/quickstart.py)
+Expected:  under 2.5 bits per byte on held-out files; the README has what it reached.
+Bill:      144 MiB at its peak, 6.4 MiB between steps (python -m jaxllm.ledger --config configs/quickstart.py).
+"""
+
 from jaxllm.config import Config
 
 
 def get_config() -> Config:
     config = Config()
-    model = config.model
+
+    model = config.model  # the Llama 3 block, at a size that learns in two minutes
     model.name = "llama3.2-1b"
-    model.vocab_size = 257  # bytes, and one end-of-document token
-    model.layers, model.width, model.heads, model.kv_heads, model.head_dim = 4, 128, 4, 2, 32
+    model.vocab_size = 257  # bytes, and the end of a document
+    model.layers, model.width = 4, 128
+    model.heads, model.kv_heads, model.head_dim = 4, 2, 32
     model.mlp_width = 384
     model.context_length = 512
     model.rope_scaling = "none"
+    model.unroll = 4  # a loop over layers costs a CPU half its speed; on accelerators it saves compile time
+
     config.data.source = "python"
     config.data.sequence_length = 256
+
+    config.optimizer.name = "muon"
+    config.optimizer.peak_lr = 2e-2
+    config.optimizer.schedule = "cosine"
+    config.optimizer.warmup_steps = 10
+    config.optimizer.weight_decay = 0.01
+
     config.train.batch_size = 8
     config.train.steps = 600
-    config.optimizer.name = "muon"
-    config.optimizer.peak_lr = 5e-3
-    config.optimizer.warmup_steps = 20
-    config.optimizer.weight_decay = 0.01
+    config.checkpoint.every = 200
+    config.eval.every = 200
+    config.eval.batches = 16
     return config

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 from absl import flags
 
-from jaxllm import architectures, commandline
-from jaxllm.config import Architecture
-from jaxllm.decode.engine import Generator
+from jaxllm import architectures, commandline, hardware
+from jaxllm.decode.engine import CHUNK, Generator
 from jaxllm.decode.request import Request, Result, Times, check
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.errors import UserError
 from jaxllm.interop import tokenizer as tokenizer_lib
+from jaxllm.ledger import bill, report
 from jaxllm.train import checkpoint
 from jaxllm.train.precision import policy_for
 
@@ -68,7 +68,10 @@ def main() -> None:
     )
     del params
     longest = max(len(generator.encode(prompt)) for prompt in _PROMPT.value)
-    _print_bill(model, len(_PROMPT.value), generator.capacity_for(longest, request.max_new_tokens))
+    capacity = generator.capacity_for(longest, request.max_new_tokens)
+    name = bill.title(config)
+    ledger = bill.sampling(name, model, hardware.this_machine(), len(_PROMPT.value), capacity, CHUNK)
+    print(f"ledger: {name}, {capacity} tokens a prompt; {report.verdict(ledger)}", file=sys.stderr)
     live = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if live else None)
     if _JSON.value:
@@ -80,11 +83,6 @@ def main() -> None:
             print(f"=== prompt {number}: {result.prompt!r} ({result.reason})\n{result.text}")
     sys.stdout.flush()
     print(_describe(times), file=sys.stderr)
-
-
-def _print_bill(model: Architecture, batch: int, capacity: int) -> None:
-    """What the call will hold in memory, before any of it is allocated."""
-    del model, batch, capacity  # the ledger's inference rows belong here
 
 
 def _show(_index: int, text: str) -> None:

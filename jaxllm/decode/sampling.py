@@ -64,10 +64,11 @@ def check(options: SamplingOptions) -> None:
         raise UserError(f"--seed is {options.seed}; it must lie between 0 and {2**32 - 1}")
 
 
-def prompt_key(seed: int, prompt: Sequence[int] | np.ndarray) -> Key[Array, ""]:
-    """Key of a row's noise: one seed gives each prompt its own."""
-    digest = zlib.crc32(np.asarray(prompt, "<i4").tobytes())
-    return jax.random.fold_in(jax.random.key(np.uint32(seed)), np.uint32(digest))
+def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int] | np.ndarray]) -> Key[Array, " B"]:
+    """Keys of the rows' noise: one seed gives each prompt its own."""
+    digests = np.array([zlib.crc32(np.asarray(prompt, "<i4").tobytes()) for prompt in prompts], np.uint32)
+    seeded = jax.vmap(lambda seed, digest: jax.random.fold_in(jax.random.key(seed), digest))
+    return seeded(np.array(seeds, np.uint32), digests)
 
 
 def make_params(
@@ -86,7 +87,7 @@ def make_params(
         min_p=column("min_p", jnp.float32),
         repetition_penalty=column("repetition_penalty", jnp.float32),
         vocab_size=jnp.full(len(options), vocab_size, jnp.int32),
-        keys=jnp.stack([prompt_key(one.seed, prompt) for one, prompt in zip(options, prompts, strict=True)]),
+        keys=row_keys([one.seed for one in options], prompts),
     )
 
 

@@ -19,11 +19,17 @@ from jaxllm.ledger.rows import Ledger, Unknown
 from jaxllm.train.precision import policy_for
 
 
+def title(config: Config) -> str:
+    """The model's name; where the configuration changes its numbers, that it does."""
+    changed = any(value is not None for name, value in vars(config.model).items() if name != "name")
+    return f"{config.model.name} (modified)" if changed else config.model.name
+
+
 def training(config: Config, model: Architecture, device: Device) -> Ledger:
     """The ledger of a training run on a device, with its capacity and the work of one step."""
     platform = jax.default_backend()
     policy = policy_for(config.precision.policy, platform)
-    ledger = memory.training(model, config, policy.name, platform)
+    ledger = dataclasses.replace(memory.training(model, config, policy.name, platform), model=title(config))
     return _on(device, ledger, compute.train_step(model, config, policy.name), policy.compute.name)
 
 
@@ -83,9 +89,7 @@ class TrainingBill:
         if self._check == "off":
             return None
         trees = {"weights": state.params, "optimizer": state.opt_state, "state": state}
-        result = reconcile(
-            self._ledger, compiled.figures(train_step), {"peak": device_lib.peak_bytes()}, trees
-        )
+        result = reconcile(self._ledger, compiled.figures(train_step), {"peak": device_lib.peak_bytes()}, trees)
         (workdir / "ledger.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
         report.show_reconciliation(result, self._console)
         faults = [fault for fault in result.faults(float("inf")) if fault.startswith(EXACT)]

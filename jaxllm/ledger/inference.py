@@ -93,16 +93,16 @@ def _workspace(
 ) -> list[tuple[str, str, int]]:
     """(name, formula, bytes) of one layer's temporaries: masks, and the larger of attention and the MLP.
 
-    Attention reads the layer's keys and values cut out of the cache, in the compute dtype. A CPU runs it as one
-    fused loop whose scores are never whole; elsewhere they are, with their exponentials.
+    Attention reads the layer's keys and values cut out of the cache, in the compute dtype, and holds its scores;
+    a CPU writes their exponentials in place. From some size on it runs attention as one fused loop without whole
+    scores: there this is an upper bound.
     """
     D, N, K, H, F = model.width, model.heads, model.kv_heads, model.head_dim, model.mlp_width
     M, X = batch * tokens, model.experts_per_token if model.experts else 1
     reads = {kind: _keys_read(model, kind, capacity, tokens) for kind in {*model.pattern, *model.tail}}
     keys, masks = max(reads.values()), sum(reads.values())
     attention = 2 * batch * keys * K * H * c + M * 2 * (N + K) * H * c
-    if platform != "cpu":
-        attention += 2 * M * N * keys * FLOAT32
+    attention += (1 if platform == "cpu" else 2) * M * N * keys * FLOAT32
     mlp = M * (3 if model.gated else 2) * X * F * c
     hidden = 4 * M * D * FLOAT32
     largest = ("attention", attention) if attention > mlp else ("MLP", mlp)

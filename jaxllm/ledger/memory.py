@@ -83,7 +83,7 @@ class _Step:
             held=FLOAT32 if platform == "cpu" else itemsize,
             step_tokens=tokens,
             tokens=tokens // config.train.accumulate,
-            scanned=model.repeats > model.unroll,
+            scanned=model.repeats // model.unroll > 1,
         )
 
     def per_token(self, name: str, kind: str, phase: str, size: int, layers: int = 0) -> Row:

@@ -48,9 +48,7 @@ class Trainer:
         self._bill = bill.TrainingBill(config, self._model, console)
         vocab_size = self._model.vocab_size
         split = sources.split(config.data, vocab_size)
-        self._data = pipeline.train_iterator(
-            config.data, config.train.batch_size, vocab_size=vocab_size, split=split
-        )
+        self._data = pipeline.train_iterator(config.data, config.train.batch_size, vocab_size=vocab_size, split=split)
         self._held_out = pipeline.validation_batches(
             config.data, config.train.batch_size, config.eval.batches, vocab_size=vocab_size, split=split
         )
@@ -98,8 +96,8 @@ class Trainer:
         self,
         first: int,
         state: Any,
-        train_step: Callable[..., Any],
-        eval_step: Callable[..., Any],
+        train_step: jax.stages.Compiled,
+        eval_step: jax.stages.Compiled,
         checkpoints: Checkpointer,
         metrics: MetricsWriter,
     ) -> int:

@@ -163,7 +163,7 @@ def test_each_end_id_ends_its_row_which_then_stays(monkeypatch):
 
     current = prefilled(model, prompts, ends=(2, 7), chunk=1)
     current, first = decode(params_of(model), current, np.int32(1))
-    frozen = jax.tree.map(np.array, current)
+    frozen = jax.tree.map(np.array, current.replace(sampling=None))
     assert np.asarray(first)[:, 0].tolist() == [2, 5]
     current, rest = decode(params_of(model), current, np.int32(STEPS))
     assert np.asarray(rest)[0].tolist() == [state.PAD] * STEPS
@@ -207,6 +207,13 @@ def test_one_seed_gives_each_prompt_its_own_noise():
     first, second = tokens([1, 2], [2, 2])
     assert (first == second).sum() < STEPS // 2
     np.testing.assert_array_equal(tokens([2, 2], [1, 2]), [second, first])
+
+
+def test_the_abstract_cache_is_the_cache(model):
+    made = cache_lib.create(model, 2, CAPACITY, jnp.bfloat16)
+    shapes = cache_lib.abstract(model, 2, CAPACITY, jnp.bfloat16)
+    assert jax.eval_shape(lambda: made) == shapes
+    assert made.nbytes == shapes.nbytes == sum(x.nbytes for x in jax.tree.leaves(made.kv))
 
 
 def test_seen_tokens_are_the_prompts_without_its_padding():

@@ -14,7 +14,8 @@ from jaxllm.errors import UserError
 LOGITS = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
 PROMPT = np.array([1, 2, 3], np.int32)
 
-choose = jax.jit(next_tokens)
+# Less optimised than in the programs: compiling is what these tests spend their time on.
+choose = jax.jit(next_tokens, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def params_of(*options, vocab_size=4, prompts=None):
@@ -86,11 +87,11 @@ def test_rows_of_one_batch_have_their_own_settings():
 
 
 def test_frequencies_are_the_softmax():
-    counts = np.bincount(draws(SamplingOptions(), count=20_000), minlength=4) / 20_000
-    np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.015)
-    counts = np.bincount(draws(SamplingOptions(temperature=0.5), count=20_000), minlength=4) / 20_000
+    counts = np.bincount(draws(SamplingOptions(), count=8000), minlength=4) / 8000
+    np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.02)
+    counts = np.bincount(draws(SamplingOptions(temperature=0.5), count=8000), minlength=4) / 8000
     squared = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
-    np.testing.assert_allclose(counts, squared / squared.sum(), atol=0.015)
+    np.testing.assert_allclose(counts, squared / squared.sum(), atol=0.02)
 
 
 def test_penalty_by_hand():
@@ -147,6 +148,6 @@ def test_bad_values_name_their_flag(change, flag):
 
 
 def test_a_key_without_the_prompt_would_be_caught(monkeypatch):
-    monkeypatch.setattr(sampling, "prompt_key", lambda seed, prompt: jax.random.key(seed))
+    monkeypatch.setattr(sampling, "row_keys", lambda seeds, _prompts: jax.vmap(jax.random.key)(np.array(seeds)))
     with pytest.raises(AssertionError):
         test_noise_depends_on_seed_prompt_and_position_only()

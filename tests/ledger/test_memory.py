@@ -129,14 +129,12 @@ def test_a_head_left_out_is_caught(monkeypatch):
 # Peaks on this machine's CPU, of arguments + outputs − aliases + temporaries.
 CELLS = {
     "base": (BASE, run()),
-    "length": (dataclasses.replace(BASE, vocab_size=257), run(train_batch_size=2, data_sequence_length=512)),
     "experts": (EXPERTS, run()),
     "gpt": (GPT, run(train_batch_size=8, train_accumulate=2)),
     "gemma": (GEMMA, run()),
     "vocabulary": (dataclasses.replace(BASE, vocab_size=32000, layers=2), run(train_loss_chunk=128)),
     "remat": (dataclasses.replace(BASE, layers=6), run(remat_policy="full", data_sequence_length=256)),
     "bf16": (BASE, run(precision_policy="bf16")),
-    "update": (WIDE, run(train_batch_size=1, data_sequence_length=32)),
     "muon": (WIDE, run(optimizer_name="muon", train_batch_size=1, data_sequence_length=32)),
 }
 
@@ -172,8 +170,7 @@ def test_inference_peaks_are_near_xlas(model, capacity):
 def test_inference_state_is_exact(model, dtype, name):
     ledger = inference(model, 3, 100, 16, name, name)
     held = (abstract(param_specs(model), dtype), decode_state.abstract(model, 3, 100, dtype))
-    # A key of two words, which JAX counts as one number of its own dtype.
-    assert ledger.persistent_bytes == tree_bytes(held), (ledger.persistent_bytes, tree_bytes(held))
+    assert ledger.persistent_bytes == tree_bytes(held)
 
 
 def test_keys_without_values_are_caught():

@@ -1,0 +1,123 @@
+"""FLOPs by hand, by XLA's count, and the roofline."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import models
+import pytest
+
+from jaxllm.architectures import ARCHITECTURES
+from jaxllm.config import Config
+from jaxllm.hardware import Device, published
+from jaxllm.ledger import compute
+from jaxllm.ledger.rows import Unknown
+from jaxllm.model import transformer
+from jaxllm.model.specs import abstract, param_specs, parameter_count
+
+
+def run(batch=8, length=64, remat="none") -> Config:
+    config = Config()
+    config.train.batch_size, config.data.sequence_length, config.remat.policy = batch, length, remat
+    return config
+
+
+def test_product_parameters_are_all_but_lookups_biases_and_norms():
+    llama = ARCHITECTURES["llama3-8b"]
+    embedding, norms = llama.vocab_size * llama.width, (2 * llama.layers + 1) * llama.width
+    assert compute.product_parameters(llama) == parameter_count(llama) - embedding - norms
+    tied = dataclasses.replace(llama, tied_embeddings=True)
+    assert compute.product_parameters(tied) == compute.product_parameters(llama)
+
+
+def test_a_token_meets_its_own_experts_only():
+    mixtral = ARCHITECTURES["mixtral-8x7b"]
+    dense = dataclasses.replace(mixtral, experts=0, experts_per_token=0)
+    mlp = 3 * mixtral.width * mixtral.mlp_width * mixtral.layers
+    router = mixtral.width * mixtral.experts * mixtral.layers
+    assert compute.product_parameters(mixtral) == compute.product_parameters(dense) + mlp + router
+
+
+@pytest.mark.parametrize("model", [models.ROTARY, models.LEARNED], ids=["rotary", "learned"])
+def test_forward_flops_are_what_xla_counts(model):
+    """XLA adds element-wise work, which shrinks with the width; here products are most of it."""
+    model = dataclasses.replace(model, width=256, head_dim=64, mlp_width=1024, layers=1, vocab_size=512)
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def forward(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        return transformer.logits(transformer.forward(params, tokens, positions, model)[0], params, model)
+
+    counted = jax.jit(forward).lower(abstract(param_specs(model), jnp.float32), tokens).compile().cost_analysis()
+    assert compute.forward_flops(model, 2, 128) == pytest.approx(counted["flops"], rel=0.05)
+
+
+def test_backward_is_twice_forward_and_remat_is_one_more():
+    model = ARCHITECTURES["gpt2"]
+    forward = compute.forward_flops(model, 8, 64)
+    head = 2 * model.vocab_size * model.width * 8 * 64
+    assert compute.train_step(model, run(), "fp32").flops == 3 * forward
+    assert compute.train_step(model, run(remat="full"), "fp32").flops == 4 * forward - head
+
+
+def test_model_flops_are_6n_and_visible_pairs():
+    model = ARCHITECTURES["llama3-8b"]
+    length = 8192
+    attention = 12 * model.layers * model.heads * model.head_dim * (length + 1) / 2
+    expected = 6 * compute.product_parameters(model) + attention
+    assert compute.model_flops_per_token(model, length) == expected
+
+
+def test_visible_pairs_are_counted_one_by_one():
+    model = dataclasses.replace(models.SLIDING, window=6)
+    for length in (1, 5, 6, 7, 20):
+        for kind, window in (("full", length), ("sliding", 6)):
+            pairs = sum(1 for q in range(length) for k in range(q + 1) if q - k < window)
+            assert compute.visible_pairs(model, kind, length) == pairs
+
+
+def test_decode_is_bound_by_bandwidth():
+    """tokens/s ≤ bandwidth / (weight bytes + KV bytes)."""
+    model, h100 = ARCHITECTURES["llama3-8b"], published("NVIDIA H100 80GB HBM3")
+    work = compute.decode_token(model, 1, 8192, "bf16", "bf16")
+    weights = 2 * (parameter_count(model) - model.vocab_size * model.width + model.width)
+    assert work.bytes == weights + 2**30
+    seconds, bound = compute.roofline(work, h100, "bfloat16")
+    assert bound == "bandwidth"
+    assert 1 / seconds == pytest.approx(h100.bandwidth / (weights + 2**30))
+
+
+def test_training_is_bound_by_compute():
+    work = compute.train_step(ARCHITECTURES["llama3-8b"], run(8, 8192), "bf16")
+    assert compute.roofline(work, published("NVIDIA H100 80GB HBM3"), "bfloat16")[1] == "compute"
+
+
+def test_an_unknown_peak_gives_no_roofline():
+    work = compute.decode_token(models.ROTARY, 1, 8, "fp32", "fp32")
+    for device in (Device("x", None, 1.0, {}, ""), Device("x", None, None, {"float32": 1.0}, "")):
+        seconds, bound = compute.roofline(work, device, "float32")
+        assert isinstance(seconds, Unknown)
+        assert isinstance(bound, Unknown)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+    ],
+)
+def test_device_kinds_find_their_device(kind, name):
+    assert published(kind).name == name
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA L40S", "TPU v3", "a toaster"])
+def test_a_device_that_is_not_in_the_table_is_not_guessed(kind):
+    assert published(kind) is None

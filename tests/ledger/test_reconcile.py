@@ -1,0 +1,166 @@
+"""The columns side by side, the tables, this machine, and the command."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from jaxllm import hardware
+from jaxllm.hardware import Device
+from jaxllm.ledger import device, report
+from jaxllm.ledger.reconcile import reconcile
+from jaxllm.ledger.rows import BACKWARD, PERSISTENT, Ledger, Row, Unknown
+
+STATE = {"weights": {"w": jnp.zeros(100)}, "optimizer": {"m": jnp.zeros(100)}}
+STATE["state"] = dict(STATE)
+ROWS = (
+    Row("weights", "weights", PERSISTENT, 400, "100 × 4 B = 400 B"),
+    Row("m", "optimizer", PERSISTENT, 400, "100 × 4 B = 400 B"),
+    Row("gradients", "gradients", BACKWARD, 400, "100 × 4 B = 400 B"),
+)
+LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 10_000)
+
+
+def test_all_columns_and_gaps():
+    result = reconcile(LEDGER, {"peak": 1000}, {"peak": 1250}, STATE)
+    weights, optimizer, persistent, peak = result.lines
+    assert [line.gap("device") for line in (weights, optimizer, persistent)] == [0.0, 0.0, 0.0]
+    assert peak.gap("compiled") == pytest.approx(0.2)
+    assert peak.gap("device") == pytest.approx(-0.04)
+    assert isinstance(peak.gap("trace"), Unknown)
+    assert result.ok(0.2)
+    assert result.faults(0.19) == ["peak: formula 1,200 B, compiled 1,000 B (+20.00%)"]
+
+
+def test_state_has_no_tolerance():
+    off_by_four = {**STATE, "state": {**STATE["state"], "extra": jnp.zeros(1)}}
+    assert not reconcile(LEDGER, state_trees=off_by_four).ok(1.0)
+
+
+def test_nothing_measured_is_unknown_everywhere():
+    result = reconcile(LEDGER)
+    for line in result.lines:
+        for column in ("trace", "compiled", "device"):
+            assert isinstance(line.columns[column], Unknown)
+            assert isinstance(line.gap(column), Unknown)
+    assert result.ok(0.0)
+
+
+def test_json_is_the_ledgers_with_its_columns():
+    value = json.loads(json.dumps(reconcile(LEDGER, {"peak": 1000}, None, STATE).to_json()))
+    assert Ledger.from_json(value) == LEDGER
+    assert value["columns"]["compiled"]["peak"] == 1000
+    assert value["columns"]["device"]["persistent"] == 800
+    assert value["columns"]["device"]["peak"] == {"unknown": "no device was asked"}
+    assert value["gaps"]["peak"]["compiled"] == pytest.approx(0.2)
+
+
+def test_live_bytes_see_an_array_come_and_go():
+    before = device.live_bytes()
+    array = jnp.ones(12_345, jnp.float32).block_until_ready()
+    assert device.live_bytes() - before == array.nbytes
+    del array
+    assert device.live_bytes() == before
+
+
+def test_a_replicated_tree_counts_once_a_device():
+    mesh = jax.make_mesh((8,), ("data",))
+    whole = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P()))
+    split = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P("data")))
+    assert device.tree_bytes({"whole": whole, "split": split}) == 64 * 4 + 64 * 4 // 8
+
+
+def test_a_cpu_keeps_no_statistics():
+    assert device.peak_bytes() == Unknown("the CPU backend keeps no memory_stats")
+
+
+class Statistics:
+    platform, device_kind = "gpu", "a GPU"
+
+    def memory_stats(self):
+        return {"peak_bytes_in_use": 7}
+
+
+def test_statistics_of_a_device():
+    assert device.peak_bytes(Statistics()) == 7
+    assert device.capacity_bytes(Statistics()) == Unknown("the memory_stats of a GPU have no bytes_limit")
+
+
+def shown(show, *arguments, width=100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(*arguments, console)
+    return console.file.getvalue()
+
+
+HOST = Device("a host", 10_000, None, {}, "a test")
+
+
+def test_the_bill_fits_100_columns_and_says_so():
+    text = shown(report.show_bill, LEDGER, HOST, width=160)
+    assert max(map(len, text.splitlines())) <= 100
+    for part in ("100 × 4 B", "sum: persistent", "800 B", "peak", "fits: needs 1.17 KiB of 9.77 KiB (12.0%)"):
+        assert part in text
+
+
+def test_a_bill_that_does_not_fit_says_by_how_much():
+    small = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
+    assert "does not fit: needs 1.17 KiB, has 1,000 B; 200 B too much" in shown(report.show_bill, small, HOST)
+
+
+def test_unknown_has_a_footnote():
+    text = shown(report.show_reconciliation, reconcile(LEDGER, {"peak": 1000}, {"peak": device.peak_bytes()}, STATE))
+    assert "+20.0%" in text
+    assert "unknown [" in text
+    assert "] the CPU backend keeps no memory_stats" in text
+
+
+def test_this_machine_is_measured():
+    host = hardware.this_machine()
+    assert host.memory_bytes > 2**20
+    assert 1e8 < host.peak_flops["float32"] < 1e15
+    assert 1e8 < host.bandwidth < 1e14
+    assert host is hardware.this_machine()
+
+
+CONFIG = """
+from jaxllm.config import Config
+
+
+def get_config() -> Config:
+    config = Config()
+    config.model.name = "gpt2"
+    config.data.sequence_length = 1024
+    return config
+"""
+
+
+def command(tmp_path, *arguments):
+    path = tmp_path / "run.py"
+    path.write_text(CONFIG)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", "jaxllm.ledger", "--config", str(path), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_the_command_prints_json_and_nothing_else(tmp_path):
+    done = command(tmp_path, "--json", "--config.train.batch_size=100000")
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert (value["parameters"], value["fits"]) == (124_439_808, False)
+    assert value["compute"]["bound"] in ("compute", "bandwidth")
+    assert Ledger.from_json(value).to_json() == value
+
+
+def test_the_command_bills_inference_and_refuses_too_long_a_context(tmp_path):
+    done = command(tmp_path, "--task=infer", "--batch=2", "--context=1024")
+    assert done.returncode == 0, done.stderr
+    assert "KV cache, full" in done.stdout
+    refused = command(tmp_path, "--task=infer", "--context=4096")
+    assert refused.returncode == 2
+    assert "--context is 4096" in refused.stderr

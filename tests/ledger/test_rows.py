@@ -1,0 +1,72 @@
+"""Rows, sums and the JSON of a ledger."""
+
+import json
+
+import pytest
+
+from jaxllm.ledger.rows import BACKWARD, BOUNDARY, PERSISTENT, Ledger, Row, Unknown, format_bytes, format_si, row
+
+
+def example(capacity=1000) -> Ledger:
+    rows = (
+        Row("weights", "weights", PERSISTENT, 400, "100 × 4 B"),
+        Row("m", "optimizer", PERSISTENT, 300, "…"),
+        Row("logits", "logits and loss", BOUNDARY, 50, "…"),
+        Row("gradients", "gradients", BACKWARD, 100, "…"),
+        Row("attn_qkv", "activations", BACKWARD, 100, "…"),
+    )
+    return Ledger("train", "tiny", 100, "a device", 1, rows, capacity)
+
+
+def test_peak_is_persistent_plus_the_largest_phase():
+    ledger = example()
+    assert ledger.persistent_bytes == 700
+    assert ledger.peak_phase == BACKWARD
+    assert ledger.peak_bytes == 900
+
+
+@pytest.mark.parametrize(("capacity", "fits"), [(900, True), (899, False), (Unknown("nobody knows"), None)])
+def test_fits(capacity, fits):
+    assert example(capacity).fits is fits
+
+
+@pytest.mark.parametrize("capacity", [1000, Unknown("nobody knows")])
+def test_json_round_trip(capacity):
+    ledger = example(capacity)
+    text = json.dumps(ledger.to_json())
+    assert Ledger.from_json(json.loads(text)) == ledger
+
+
+def test_json_keys_are_the_contract():
+    value = example().to_json()
+    assert list(value) == [
+        *("task", "model", "parameters", "device", "count", "rows", "peak_bytes_per_device", "capacity_bytes", "fits"),
+        *("columns", "gaps", "compute"),
+    ]
+    assert list(value["rows"][0]) == ["name", "kind", "phase", "bytes_per_device", "formula"]
+    assert list(value["columns"]) == ["formula", "trace", "compiled", "device"]
+    assert value["columns"]["compiled"]["unknown"]
+
+
+def test_a_phase_that_does_not_exist_is_refused():
+    with pytest.raises(AssertionError):
+        Row("x", "weights", "lunch", 1, "")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.00 KiB"), (32_121_044_992, "29.92 GiB"), (5 * 2**50, "5.00 PiB")],
+)
+def test_bytes_have_their_unit(count, text):
+    assert format_bytes(count) == text
+
+
+def test_a_formula_has_its_numbers():
+    made = row("weights", "weights", PERSISTENT, f"{8_030_261_248:,} × 4 B", 8_030_261_248 * 4)
+    assert made.formula == "8,030,261,248 × 4 B = 29.92 GiB"
+
+
+def test_other_units():
+    assert format_si(989.4e12, "FLOP/s") == "989 TFLOP/s"
+    assert format_si(0.0139, "s") == "0.0139 s"
+    assert format_si(Unknown("why"), "s") == "unknown"

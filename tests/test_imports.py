@@ -1,0 +1,86 @@
+"""Imports run downward in one list and never back up; what reads only configuration imports no JAX program."""
+
+import ast
+import pathlib
+
+import runs
+
+# From the top down. The first entry that a module's name starts with is its place.
+ORDER = [
+    "train.__main__",
+    "sample",
+    "ledger.__main__",
+    "commandline",
+    "train.loop",
+    "decode.engine",
+    "ledger",
+    "programs",
+    "train",
+    "decode",
+    "interop",
+    "data",
+    "model",
+    "kernels",
+    "mesh",
+    "hardware",
+    "architectures",
+    "config",
+    "errors",
+]
+# Beside the order: data/ reads tokenizers, so it stands above interop/ for that one direction.
+SAME_LEVEL = {("data", "interop")}
+
+
+def place(module):
+    names = [name for name in ORDER if module == name or module.startswith(name + ".")]
+    assert names, f"jaxllm.{module} has no place in the order"
+    return names[0]
+
+
+def imports():
+    root = runs.ROOT / "jaxllm"
+    for path in sorted(root.rglob("*.py")):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        module = module.removesuffix(".__init__")
+        if module == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jaxllm":
+                base = node.module.removeprefix("jaxllm").removeprefix(".")
+                for alias in node.names:
+                    inner = f"{base}.{alias.name}".strip(".")
+                    target = root.joinpath(*inner.split("."))
+                    yield module, inner if target.is_dir() or target.with_suffix(".py").exists() else base
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                for name in names:
+                    assert name.split(".")[0] not in ("experiments", "configs", "tests"), f"{path} imports {name}"
+
+
+def is_downward(above, below):
+    a, b = place(above), place(below)
+    return ORDER.index(a) <= ORDER.index(b) or (a, b) in SAME_LEVEL or (b, a) in SAME_LEVEL
+
+
+def test_imports_run_downward():
+    wrong = [f"{a} imports {b}" for a, b in imports() if not is_downward(a, b)]
+    assert not wrong, wrong
+
+
+def test_the_check_can_fail():
+    assert not is_downward("model.transformer", "train.step")
+    assert not is_downward("config", "architectures")
+    assert is_downward("train.loop", "ledger.bill")
+
+
+def test_formulas_read_no_model_code():
+    """Agreement of the closed forms with XLA is evidence only while they are independent of the program."""
+    allowed = {"model.specs"}
+    for name in ("memory", "compute", "activations", "slots", "inference", "rows"):
+        assert pathlib.Path(runs.ROOT / "jaxllm" / "ledger" / f"{name}.py").exists(), name
+        used = {
+            b
+            for a, b in imports()
+            if a == f"ledger.{name}" and b.split(".")[0] in ("model", "kernels", "programs", "train")
+        }
+        assert used <= allowed, (name, used)
