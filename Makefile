@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 QUICKSTART_DIR ?= runs/quickstart
 QUICKSTART_STEPS ?=
+PYTEST_ARGS ?=
 
 .PHONY: quickstart test lint format clean
 
@@ -18,7 +19,7 @@ quickstart: $(INSTALLED)
 	@echo "Next: $(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt 'class '"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import config_flags
 
 from jaxllm import config as config_lib
@@ -51,6 +51,8 @@ def load_config() -> config_lib.Config:
 def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> None:
     """Parses the flags, runs `main`, and exits as the module's docstring says."""
     argv = list(sys.argv if argv is None else argv)
+    # Libraries log the failures that they also raise; a person is told once.
+    logging.set_verbosity(logging.FATAL)
     try:
         if {"--help", "-h", "-help"} & set(argv[1:]):
             print(_help(main))

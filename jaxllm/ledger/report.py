@@ -35,7 +35,7 @@ class _Footnotes:
 def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     """What persists, what the fullest phase adds, their sum, and whether the device holds it."""
     notes = _Footnotes()
-    title = f"{ledger.task}: {ledger.model}, {ledger.parameters:,} parameters, {ledger.count} × {device.name}"
+    title = f"ledger: {ledger.task} {ledger.model}, {ledger.parameters:,} parameters, {ledger.count} × {device.name}"
     table = _table(title)
     table.add_column("memory of one device", no_wrap=True)
     table.add_column("how", overflow="fold")
@@ -82,7 +82,7 @@ def work(compute: Mapping[str, Any], notes: _Footnotes | None = None) -> str:
 def show_reconciliation(result: Reconciliation, console: Console) -> None:
     """All columns and the gap of the formula to each."""
     notes = _Footnotes()
-    table = _table("bytes on one device, and (formula − column) / column")
+    table = _table("reconciliation: bytes on one device, and (formula − column) / column")
     table.add_column("", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right")

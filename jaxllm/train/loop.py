@@ -135,8 +135,9 @@ class Trainer:
                 waiting = (step, values, batch["documents"])
                 checkpoints.poll()
 
+                stopping = self._stop.received  # read once: a signal may come at any line below
                 evaluating = step == last or _due(step, config.eval.every)
-                saving = step == last or _due(step, config.checkpoint.every) or bool(self._stop.received)
+                saving = step == last or _due(step, config.checkpoint.every) or stopping > 0
                 if not (evaluating or saving or step == first + 2):
                     continue
                 settle(*waiting)
@@ -151,13 +152,13 @@ class Trainer:
                 if evaluating:
                     self._evaluate(step, eval_step, state.params, metrics)
                     clock.lap("evaluation")
-                if self._stop.received:
+                if stopping:
                     checkpoints.wait()
                     display.stop()
-                    name = signal.Signals(self._stop.received).name
+                    name = signal.Signals(stopping).name
                     metrics.write("event", step, event="stop", signal=name)
                     self._say(f"{name}: saved after step {step:,}; the same command goes on from there")
-                    return 128 + self._stop.received
+                    return 128 + stopping
         checkpoints.wait()
         clock.lap("checkpoints")
         self._report(first)
