@@ -31,7 +31,7 @@ def get_config() -> Config:
     config.optimizer.weight_decay = 0.01
 
     config.train.batch_size = 8
-    config.train.steps = 600
+    config.train.steps = 560
     config.checkpoint.every = 200
     config.eval.every = 200
     config.eval.batches = 16

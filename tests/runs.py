@@ -48,7 +48,7 @@ def tiny_config(path: str, **fields) -> Config:
 def train(config: Config, workdir: pathlib.Path) -> tuple[int, str]:
     """(exit status, everything printed) of a run in this process."""
     out = io.StringIO()
-    status = Trainer(config, workdir, Console(file=out, width=100)).run()
+    status = Trainer(config, pathlib.Path(os.path.relpath(workdir)), Console(file=out, width=100)).run()
     return status, out.getvalue()
 
 

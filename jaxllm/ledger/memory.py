@@ -161,8 +161,11 @@ def _backward(step: _Step) -> list[Row]:
         rows.row("gradients", "gradients", BACKWARD, f"{P:,} × {c} B", P * c),
     ]
     if step.config.remat.policy == "full":
+        # One scan iteration runs the whole layer pattern, and XLA recomputes all of its blocks before the first
+        # gradient; outside a loop it finds that every block has been computed before, and keeps them all.
+        blocks = len(model.pattern) if step.scanned else model.layers
         size = sum(kept_per_token(model, length, step.held, stacked=False).values())
-        made.append(step.per_token("one block, recomputed", "activations", BACKWARD, size))
+        made.append(step.per_token("blocks, recomputed", "activations", BACKWARD, size, blocks))
     work = workspace_per_token(model, length, step.held, stacked)
     made.append(step.per_token("backward workspace", "activations", BACKWARD, work))
     if model.experts and step.platform == "cpu":

@@ -103,12 +103,12 @@ def forward(
     def run(x: Array, layer: Params, kind: str, cached: LayerCache | None) -> tuple[Array, Any, Array]:
         return block(x, layer, model, kind, span, real, cached)
 
-    def run_rematerialized(x: Array, layer: Params, kind: str) -> tuple[Array, Array]:
+    def run_rematerialized(x: Array, layer: Params, kind: str, in_loop: bool) -> tuple[Array, Array]:
         def plain(x: Array, layer: Params) -> tuple[Array, Array]:
             y, _, balance = run(x, layer, kind, None)
             return y, balance
 
-        return rematerialize(plain, remat)(x, layer)
+        return rematerialize(plain, remat, in_loop)(x, layer)
 
     x = embed(tokens, positions, params, model)
     balance = jnp.zeros((), jnp.float32)
@@ -119,14 +119,14 @@ def forward(
         def repeat(carry: tuple[Array, Array], stacked: tuple[Params, ...]) -> tuple[tuple[Array, Array], None]:
             x, balance = carry
             for kind, layer in zip(model.pattern, stacked, strict=True):
-                x, one = run_rematerialized(x, layer, kind)
+                x, one = run_rematerialized(x, layer, kind, in_loop=model.unroll < model.repeats)
                 balance = balance + one
             return (x, balance), None
 
         if model.repeats:
             (x, balance), _ = jax.lax.scan(repeat, (x, balance), params["layers"], unroll=model.unroll)
         for kind, layer in zip(model.tail, params["tail"], strict=True):
-            x, one = run_rematerialized(x, layer, kind)
+            x, one = run_rematerialized(x, layer, kind, in_loop=False)
             balance = balance + one
         new_cache = None
     else:

@@ -52,7 +52,7 @@ class Checkpointer:
     """
 
     def __init__(self, workdir: pathlib.Path, config: Config, say: Say):
-        self._folder = workdir / "checkpoints"
+        self._folder = (workdir / "checkpoints").absolute()  # Orbax takes no other
         self._config = config
         self._say = say
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler("params", "rest"))

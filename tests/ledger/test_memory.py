@@ -128,12 +128,14 @@ def test_a_head_left_out_is_caught(monkeypatch):
 
 # Peaks on this machine's CPU, of arguments + outputs − aliases + temporaries.
 CELLS = {
-    "base": (BASE, run()),
     "experts": (EXPERTS, run()),
     "gpt": (GPT, run(train_batch_size=8, train_accumulate=2)),
     "gemma": (GEMMA, run()),
     "vocabulary": (dataclasses.replace(BASE, vocab_size=32000, layers=2), run(train_loss_chunk=128)),
-    "remat": (dataclasses.replace(BASE, layers=6), run(remat_policy="full", data_sequence_length=256)),
+    "remat": (
+        dataclasses.replace(BASE, layers=6, pattern=("sliding", "full"), window=32),
+        run(remat_policy="full", data_sequence_length=256),
+    ),
     "bf16": (BASE, run(precision_policy="bf16")),
     "muon": (WIDE, run(optimizer_name="muon", train_batch_size=1, data_sequence_length=32)),
 }
