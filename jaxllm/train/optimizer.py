@@ -54,7 +54,7 @@ def make_optimizer(config: OptimizerConfig, model: Architecture) -> optax.Gradie
 
     Sources: Adam, Kingma & Ba 2015; AdamW, Loshchilov & Hutter 2019; Adafactor, Shazeer & Stern 2018 (its
     update is relative to each array's RMS); Lion, Chen et al. 2023; Muon, Jordan 2024, scaled to Adam's RMS
-    as in Liu et al. 2025, on the matrices inside blocks, and Adam on embeddings, head, biases and norms.
+    as in Liu et al. 2025, on the matrices inside blocks, and Nesterov Adam on embeddings, head, biases and norms.
     """
     name = config.name
     if name == "sgd":

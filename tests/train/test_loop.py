@@ -180,9 +180,11 @@ def test_disk_full_while_saving(corpus, tmp_path):
     assert len(ours) == 1, done.stderr
     assert "the last good checkpoint is" in ours[0]
     assert "/jaxllm/train/" not in done.stderr, "a traceback of our own"
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000003"]
+    # A thread of TensorStore may still have written after the clean-up; the next run removes that.
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != ".writing-6"] == ["00000003"]
     _, text = runs.train(runs.tiny_config(corpus), tmp_path)
     assert "resuming" in text
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["00000006", "00000008"]
 
 
 def test_profile_and_tensorboard(corpus, tmp_path):

@@ -85,7 +85,9 @@ def test_muon_orthogonalises_each_matrix_of_layers_and_experts():
     for matrix in (experts[0, 0], experts[1, 3], attention, layer["mlp"]["router"][1]):
         assert spread(matrix) < 1.8
     assert spread(GRADIENTS["layers"][0]["mlp"]["up"][0, 0]) > 2, "the gradient itself must not pass"
-    np.testing.assert_allclose(jnp.abs(direction["embed"]["tokens"]), 1.0, atol=0.2)
+    # Adam's first step (with Nesterov's look-ahead, in optax's Muon) has one size for every number.
+    sizes = jnp.abs(direction["embed"]["tokens"])
+    np.testing.assert_allclose(sizes / sizes.mean(), 1.0, atol=1e-3)
 
 
 def test_zero_gradient_gives_zero_adam_update():

@@ -1,0 +1,104 @@
+"""Every field of the model and of the mesh changes a spec, the traced program, or a row of the ledger."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+import runs
+
+from jaxllm import architectures
+from jaxllm.config import Architecture, MeshConfig
+from jaxllm.ledger import memory
+from jaxllm.model import specs, transformer
+
+LLAMA3 = dataclasses.replace(
+    models.ROTARY, rope_scaling="llama3", rope_factor=8.0, rope_original_context=64, rope_theta=100.0
+)
+# YaRN's ramp begins and ends at whole pairs, so there must be many of them.
+YARN = dataclasses.replace(
+    LLAMA3, head_dim=64, rope_theta=1e4, rope_original_context=4096, rope_scaling="yarn", rope_beta_fast=32.0
+)
+
+# Field -> (a model in which it matters, another value).
+CHANGES = {
+    "vocab_size": (models.ROTARY, 65),
+    "layers": (models.ROTARY, 3),
+    "width": (models.ROTARY, 40),
+    "heads": (models.ROTARY, 6),
+    "kv_heads": (models.ROTARY, 4),
+    "head_dim": (models.ROTARY, 10),
+    "mlp_width": (models.ROTARY, 50),
+    "context_length": (models.LEARNED, 100),
+    "mlp": (models.ROTARY, "geglu"),
+    "norm": (models.SLIDING, "rmsnorm"),
+    "norm_placement": (models.ROTARY, "sandwich"),
+    "norm_eps": (models.ROTARY, 1e-3),
+    "positions": (models.ROTARY, "learned"),
+    "qkv_bias": (models.ROTARY, True),
+    "out_bias": (models.ROTARY, True),
+    "mlp_bias": (models.ROTARY, True),
+    "qk_norm": (models.ROTARY, True),
+    "tied_embeddings": (models.ROTARY, False),
+    "init_std": (models.ROTARY, 0.3),
+    "pattern": (models.SLIDING, ("sliding", "sliding", "full")),
+    "window": (models.SLIDING, 5),
+    "embedding_scale": (models.SLIDING, 2.0),
+    "query_scale": (models.SLIDING, 0.5),
+    "attention_softcap": (models.SLIDING, 10.0),
+    "logit_softcap": (models.SLIDING, 10.0),
+    "rope_theta": (models.ROTARY, 5e5),
+    "rope_theta_sliding": (models.SLIDING, 200.0),
+    "rope_scaling": (models.SLIDING, "none"),
+    "rope_factor": (models.SLIDING, 8.0),
+    "rope_original_context": (LLAMA3, 32),
+    "rope_low_freq_factor": (LLAMA3, 2.0),
+    "rope_high_freq_factor": (LLAMA3, 8.0),
+    "rope_beta_fast": (YARN, 2.0),
+    "rope_beta_slow": (YARN, 4.0),
+    "experts": (models.EXPERTS, 5),
+    "experts_per_token": (models.EXPERTS, 1),
+    "normalize_routing": (models.EXPERTS, False),
+    "router_aux_weight": (models.EXPERTS, 0.5),
+    "unroll": (models.ROTARY, 2),
+}
+
+
+def footprint(model):
+    """What a model is to the rest of the system: its specs, and its program with every constant."""
+    tree = specs.param_specs(model)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+
+    def program(params):
+        hidden, _, balance = transformer.forward(params, tokens, tokens, model)
+        return transformer.logits(hidden, params, model), balance
+
+    traced = jax.make_jaxpr(program)(specs.abstract(tree, jnp.float32))
+    return str(tree), str(traced), [np.asarray(const).tobytes() for const in traced.consts]
+
+
+def test_the_table_has_every_field():
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(Architecture)}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_model_field_is_read(field):
+    model, value = CHANGES[field]
+    assert getattr(model, field) != value
+    assert footprint(dataclasses.replace(model, **{field: value})) != footprint(model)
+
+
+def test_the_footprint_ignores_what_does_not_matter():
+    """A field that the model has no use for changes nothing, so a change above is the field's doing."""
+    unused = dataclasses.replace(models.ROTARY, window=3, rope_beta_fast=7.0, experts_per_token=9)
+    assert footprint(unused) == footprint(models.ROTARY)
+
+
+def test_mesh_fields_are_read():
+    for field in dataclasses.fields(MeshConfig):
+        one, two = runs.tiny_config("unused"), runs.tiny_config("unused")
+        setattr(two.mesh, field.name, 2)
+        model = architectures.resolve(one.model)
+        assert memory.training(model, one, "fp32").rows != memory.training(model, two, "fp32").rows
