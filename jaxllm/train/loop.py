@@ -55,6 +55,7 @@ class Trainer:
         has_text = config.data.source != "tokens"
         self._byte_lengths = tokenizer.load(config.data.tokenizer).byte_lengths() if has_text else None
         self._stop = StopSignal()
+        self._tracing = False
 
     def run(self) -> int:
         """Trains to the last step. Returns the exit status: 0, or 128 + the signal that asked to stop."""
@@ -124,6 +125,7 @@ class Trainer:
 
         with contextlib.ExitStack() as stack:
             stack.callback(display.stop)
+            stack.callback(self._end_trace)
             display.start()
             waiting: tuple[int, dict[str, Any], np.ndarray] | None = None
             for step in range(first + 1, last + 1):
@@ -178,14 +180,19 @@ class Trainer:
     def _trace(self, step: int, first: int) -> None:
         """Starts and stops the profiler's trace around the steps that the configuration names."""
         log = self._config.log
-        if not log.profile_steps:
-            return
         begin = max(log.profile_start, first + 1)
-        if step == begin:
+        if log.profile_steps and step == begin:
             jax.profiler.start_trace(str(self._workdir / "profile"))
+            self._tracing = True
+            self._say(f"tracing {log.profile_steps:,} steps from step {begin:,} into {self._workdir / 'profile'}")
         if step == begin + log.profile_steps:
+            self._end_trace()
+
+    def _end_trace(self) -> None:
+        """Writes the trace, also where the run ends before the last step that was to be in it."""
+        if self._tracing:
             jax.profiler.stop_trace()
-            self._say(f"trace of steps {begin:,} to {step - 1:,} in {self._workdir / 'profile'}")
+            self._tracing = False
 
     def _report(self, first: int) -> None:
         clock, steps = self.clock, self._config.train.steps - first
