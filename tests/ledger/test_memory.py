@@ -22,39 +22,10 @@ from jaxllm.train import state as state_lib
 
 OPTIMIZERS = CHOICES["optimizer.name"]
 # Large enough that arrays outweigh XLA's small change, and that Adafactor factors.
-BASE = Architecture(
-    vocab_size=512,
-    layers=4,
-    width=128,
-    heads=4,
-    kv_heads=2,
-    head_dim=32,
-    mlp_width=384,
-    context_length=512,
-    mlp="swiglu",
-    norm="rmsnorm",
-    norm_placement="pre",
-    norm_eps=1e-5,
-    positions="rotary",
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    tied_embeddings=True,
-    init_std=0.02,
-)
+SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 512}
+BASE = dataclasses.replace(models.ROTARY, **SIZES, init_std=0.02)
 EXPERTS = dataclasses.replace(BASE, experts=4, experts_per_token=2, mlp_width=128)
-GPT = dataclasses.replace(
-    BASE,
-    kv_heads=4,
-    mlp="gelu",
-    norm="layernorm",
-    positions="learned",
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    tied_embeddings=False,
-)
+GPT = dataclasses.replace(models.LEARNED, **SIZES, init_std=0.02)
 GEMMA = dataclasses.replace(
     BASE,
     mlp="geglu",
