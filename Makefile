@@ -1,15 +1,17 @@
-# Two commands to begin with: make quickstart, make test.
+# Two commands to begin with: make quickstart, make test. With make test-aot, programs are compiled for accelerators
+# that are not there, in an environment of its own (some gigabytes): their compilers look for them whenever JAX starts.
 # Another interpreter: make test PYTHON=python3.13 (each has an environment of its own).
 
 PYTHON ?= python3
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+AOT ?= .venv-aot
 QUICKSTART_DIR ?= runs/quickstart
 QUICKSTART_STEPS ?=
 PYTEST_ARGS ?=
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-aot lint format clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/python -m jaxllm.train --config configs/quickstart.py --workdir $(QUICKSTART_DIR) \
@@ -21,6 +23,9 @@ quickstart: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-aot: $(AOT)/.installed
+	JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest tests/aot $(PYTEST_ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -30,12 +35,15 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): EXTRAS := test,lint
+$(AOT)/.installed: EXTRAS := test,cuda12,tpu
+
+$(INSTALLED) $(AOT)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "jaxllm needs Python 3.11 or newer; make PYTHON=/path/to/python3.11 …"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 clean:

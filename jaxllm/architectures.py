@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 from jaxllm import config as config_lib
+from jaxllm import config_checks
 from jaxllm.config import Architecture, Config, ModelConfig
 from jaxllm.errors import UserError
 
@@ -279,5 +280,5 @@ def resolve_config(config: Config) -> Architecture:
     """
     config_lib.check_types(config)
     model = resolve(config.model)
-    config_lib.check(config, model)
+    config_checks.check(config, model)
     return model

@@ -22,8 +22,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.source": ("python", "text", "jsonl", "parquet", "tokens"),
     "optimizer.name": ("sgd", "momentum", "adam", "adamw", "adafactor", "lion", "muon"),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
-    "precision.policy": ("auto", "fp32", "bf16"),
-    "remat.policy": ("none", "full"),
+    "optimizer.moment_dtype": ("float32", "bfloat16"),
+    "optimizer.offload": ("none", "moments", "all"),
+    "precision.policy": ("auto", "fp32", "bf16", "fp16", "bf16_pure"),
     "ledger.check": ("off", "warn", "strict"),
     "model.mlp": ("gelu", "swiglu", "geglu"),
     "model.norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one"),
@@ -129,6 +130,7 @@ class DataConfig:
     shuffle: bool = True
     shuffle_window: int = 256  # packed rows mixed after packing, so that one long document does not fill a batch
     seed: int = 0
+    streams: int = 1  # sequences of documents that rows are drawn from in turn; many processes share them out
 
 
 @dataclasses.dataclass
@@ -146,23 +148,35 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     clip_norm: float = 1.0  # global gradient norm; 0 is off
+    moment_dtype: str = "float32"  # of the moments between steps; they are updated in float32
+    offload: str = "none"  # kept in host memory between updates: none | moments | all (float32 master weights too)
 
 
 @dataclasses.dataclass
 class PrecisionConfig:
-    policy: str = "auto"  # auto: fp32 on a CPU, bf16 elsewhere | fp32 | bf16 (compute; weights stay fp32)
+    # auto: fp32 on a CPU, bf16 elsewhere | fp32 | bf16, fp16: compute and gradients in 16 bit, weights and moments
+    # in float32 | bf16_pure: weights too in 16 bit
+    policy: str = "auto"
+    loss_scale: float = 2.0**15  # fp16: the scale at the start; it halves when gradients overflow
+    loss_scale_growth: int = 2000  # fp16: steps without overflow after which it doubles
 
 
 @dataclasses.dataclass
 class RematConfig:
-    policy: str = "none"  # none | full (only each block's input is kept for the backward pass)
+    # What blocks keep for the backward pass. none: all of it | full: their inputs only | sqrt: the inputs of about
+    # √layers of them | dots: the results of products with weights | names:a,b of the tags in jaxllm/model/remat.py |
+    # offload:a,b: these in host memory
+    policy: str = "none"
 
 
 @dataclasses.dataclass
 class MeshConfig:
-    """Devices along each mesh axis."""
+    """Devices along each mesh axis; their product is the devices of the run."""
 
-    data: int = 1  # copies of the model, each with its share of the batch
+    replica: int = 1  # copies of the sharded state (hybrid sharding), each with its share of the batch
+    data: int = 1  # shares of the batch, over which ZeRO shards
+    tensor: int = 1  # shares of heads, MLP and vocabulary
+    zero: int = 0  # over `data`: 0 nothing | 1 optimizer state | 2 and gradients | 3 and parameters
 
 
 @dataclasses.dataclass
@@ -170,7 +184,8 @@ class TrainConfig:
     steps: int = 1000  # updates
     batch_size: int = 8  # sequences a step, over all devices and micro-batches
     accumulate: int = 1  # micro-batches a step
-    loss_chunk: int = 4096  # tokens whose logits exist at one time
+    loss_chunk: int = 4096  # tokens of one device whose logits exist at one time
+    attention_chunk: int = 0  # queries of a sequence whose scores exist at one time; 0 is all of them
     seed: int = 0  # of the initial weights
 
 
@@ -307,118 +322,3 @@ def _is_instance(value: Any, annotation: Any) -> bool:
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)
-
-
-def check_architecture(model: Architecture) -> None:
-    """Relations between the numbers of one architecture.
-
-    Raises:
-      UserError: names both fields and a fix.
-    """
-    for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "context_length"):
-        if getattr(model, name) < 1:
-            raise UserError(f"config.model.{name} is {getattr(model, name)}; it must be at least 1")
-    if model.heads % model.kv_heads:
-        raise UserError(
-            f"config.model.heads ({model.heads}) is not a multiple of config.model.kv_heads ({model.kv_heads}); "
-            f"set kv_heads to a divisor of {model.heads}"
-        )
-    if not model.pattern or set(model.pattern) - {"full", "sliding"}:
-        raise UserError(f"config.model.pattern is {model.pattern!r}; it lists layer kinds, each 'full' or 'sliding'")
-    if "sliding" in model.pattern and model.window < 1:
-        raise UserError(
-            f"config.model.window is {model.window} while config.model.pattern has sliding layers; "
-            "set window to the tokens such a layer sees"
-        )
-    if model.positions == "rotary" and model.head_dim % 2:
-        raise UserError(
-            f"config.model.head_dim ({model.head_dim}) is odd while config.model.positions is 'rotary', "
-            "which turns pairs; make head_dim even"
-        )
-    if model.rope_scaling in ("llama3", "yarn") and model.rope_original_context < 1:
-        raise UserError(
-            f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
-            f"{model.rope_original_context}; set rope_original_context to the context before scaling"
-        )
-    if not model.rope_factor > 0:  # a NaN too
-        raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
-    if model.experts and not 1 <= model.experts_per_token <= model.experts:
-        raise UserError(
-            f"config.model.experts_per_token ({model.experts_per_token}) must be between 1 and "
-            f"config.model.experts ({model.experts})"
-        )
-    if model.unroll < 1:
-        raise UserError(f"config.model.unroll is {model.unroll}; it must be at least 1 (1 is no unrolling)")
-
-
-def check(config: Config, model: Architecture) -> None:
-    """All of a run's configuration: types, choices, and the relations between fields.
-
-    Args:
-      config: the tree as the user wrote it.
-      model: its model, resolved by `jaxllm.architectures.resolve`.
-    Raises:
-      UserError: one line naming the fields and the fix.
-    """
-    check_types(config)
-    check_architecture(model)
-    data, train, optimizer = config.data, config.train, config.optimizer
-    for path, least in _LEAST.items():
-        value = field_paths(config)[path]
-        if value < least:
-            raise UserError(f"config.{path} is {value}; it must be at least {least}")
-    if data.sequence_length > model.context_length:
-        raise UserError(
-            f"config.data.sequence_length ({data.sequence_length}) is longer than config.model.context_length "
-            f"({model.context_length}); shorten the first or raise the second"
-        )
-    if data.source != "python" and not data.path:
-        raise UserError(
-            f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob"
-        )
-    if not 0 < data.validation_fraction < 1:
-        raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
-    if train.batch_size % (train.accumulate * config.mesh.data):
-        raise UserError(
-            f"config.train.batch_size ({train.batch_size}) is not a multiple of config.train.accumulate "
-            f"({train.accumulate}) × config.mesh.data ({config.mesh.data}); "
-            f"the next that is: {_next_multiple(train.batch_size, train.accumulate * config.mesh.data)}"
-        )
-    if optimizer.warmup_steps > train.steps:
-        raise UserError(
-            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) is more than config.train.steps "
-            f"({train.steps}); shorten the warm-up"
-        )
-    if optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
-        raise UserError(
-            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
-            f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
-        )
-    if not optimizer.peak_lr > 0:  # a NaN too
-        raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
-
-
-_LEAST: dict[str, int] = {
-    "data.sequence_length": 2,
-    "data.shuffle_window": 1,
-    "mesh.data": 1,
-    "train.steps": 1,
-    "train.batch_size": 1,
-    "train.accumulate": 1,
-    "train.loss_chunk": 1,
-    "optimizer.warmup_steps": 0,
-    "optimizer.decay_steps": 0,
-    "optimizer.clip_norm": 0,
-    "optimizer.weight_decay": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "eval.every": 0,
-    "eval.batches": 1,
-    "log.every": 1,
-    "log.profile_start": 0,
-    "log.profile_steps": 0,
-}
-
-
-def _next_multiple(value: int, of: int) -> int:
-    return -(-value // of) * of

@@ -12,17 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxllm import remat_policy
 from jaxllm.config import Architecture, Config
 from jaxllm.data.pipeline import BATCH_FIELDS
 from jaxllm.decode import generate
 from jaxllm.decode import state as decode_state
-from jaxllm.mesh import replicated, sharding
+from jaxllm.mesh import batch_sharding, replicated
 from jaxllm.model import specs
+from jaxllm.train import precision
 from jaxllm.train import state as state_lib
-from jaxllm.train import step as step_lib
+from jaxllm.train.gradients import evaluate
+from jaxllm.train.layout import Layout, make_layout
 from jaxllm.train.optimizer import make_optimizer, make_schedule
 from jaxllm.train.precision import policy_for
-from jaxllm.train.step import Recipe
+from jaxllm.train.recipe import Recipe
+from jaxllm.train.state import TrainState
+from jaxllm.train.step import train_step as train_step_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,31 +58,51 @@ def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
         optimizer=make_optimizer(config.optimizer, model),
         schedule=make_schedule(config.optimizer, config.train.steps),
         policy=policy_for(config.precision.policy, platform),
+        remat=remat_policy.parse(config.remat.policy),
         clip_norm=config.optimizer.clip_norm,
         accumulate=config.train.accumulate,
-        remat=config.remat.policy,
         loss_chunk=config.train.loss_chunk,
+        attention_chunk=config.train.attention_chunk,
+        scale_growth=config.precision.loss_scale_growth,
+    )
+
+
+def _create(config: Config, recipe: Recipe, layout: Layout) -> Callable[[], TrainState]:
+    policy = recipe.policy
+    return lambda: state_lib.create(
+        recipe.model,
+        recipe.optimizer,
+        config.train.seed,
+        policy.store,
+        layout.weights,
+        precision.initial_scale(config.precision, policy),
     )
 
 
 def abstract_state(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
     """The train state as shapes, dtypes and shardings."""
-    shapes = jax.eval_shape(lambda: state_lib.create(recipe.model, recipe.optimizer, config.train.seed))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), shapes)
+    layout = make_layout(config, recipe.model, recipe.policy, mesh)
+    shapes = jax.eval_shape(_create(config, recipe, layout))
+    return jax.tree.map(
+        lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
+        shapes,
+        layout.state_shardings(shapes),
+    )
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """A step's batch, likewise; the fields of `jaxllm.data.pipeline.BATCH_FIELDS`."""
     shape = (config.train.batch_size, config.data.sequence_length)
-    placed = sharding(mesh, ("batch", "sequence"))
+    placed = batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for name, dtype in BATCH_FIELDS.items()}
 
 
 def init_state(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     """() -> the train state before the first step, made where it will live."""
     abstract = abstract_state(config, recipe, mesh)
+    layout = make_layout(config, recipe.model, recipe.policy, mesh)
     jitted = jax.jit(
-        lambda: state_lib.create(recipe.model, recipe.optimizer, config.train.seed),
+        _create(config, recipe, layout),
         out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )
     return Program("init_state", jitted, (), ())
@@ -86,8 +111,9 @@ def init_state(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
 def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     """(state, batch) -> (state, metrics), the state donated."""
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
+    layout = make_layout(config, recipe.model, recipe.policy, mesh)
     jitted = jax.jit(
-        lambda state, batch: step_lib.train_step(state, batch, recipe),
+        lambda state, batch: train_step_function(state, batch, recipe, layout),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh)),
     )
@@ -97,7 +123,8 @@ def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
 def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     """(params, batch) -> sums of losses and tokens."""
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
-    jitted = jax.jit(lambda params, batch: step_lib.eval_step(params, batch, recipe), out_shardings=replicated(mesh))
+    layout = make_layout(config, recipe.model, recipe.policy, mesh)
+    jitted = jax.jit(lambda params, batch: evaluate(params, batch, recipe, layout), out_shardings=replicated(mesh))
     return Program("eval_step", jitted, (state.params, batch), ())
 
 

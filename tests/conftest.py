@@ -2,6 +2,8 @@
 
 import os
 
+import compiler
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {compiler.FAST}"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

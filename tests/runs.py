@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import compiler
 import numpy as np
 from rich.console import Console
 
@@ -54,7 +55,7 @@ def train(config: Config, workdir: pathlib.Path) -> tuple[int, str]:
 
 def environment(**extra: str) -> dict[str, str]:
     """A user's environment: one CPU device, and the defaults that the tests tighten."""
-    usual = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": "", "JAX_NUMPY_RANK_PROMOTION": "allow"}
+    usual = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": compiler.FAST, "JAX_NUMPY_RANK_PROMOTION": "allow"}
     return os.environ | usual | extra
 
 

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from jaxllm.architectures import ARCHITECTURES, resolve, resolve_config
-from jaxllm.config import Architecture, Config, ModelConfig, check_architecture
+from jaxllm.config import Architecture, Config, ModelConfig
+from jaxllm.config_checks import check_architecture
 from jaxllm.errors import UserError
 from jaxllm.model.specs import is_spec, param_specs, parameter_count
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxllm import config as config_lib
+from jaxllm import config_checks
 from jaxllm.architectures import resolve
 from jaxllm.config import Architecture, Config, ModelConfig
 from jaxllm.errors import UserError
@@ -29,14 +30,14 @@ def message(changes: dict[str, Any]) -> str:
     """What the check says of a change; it is one line, whatever it says."""
     config = changed(changes)
     with pytest.raises(UserError) as caught:
-        config_lib.check(config, resolve(config.model))
+        config_checks.check(config, resolve(config.model))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_the_default_passes() -> None:
     config = Config()
-    config_lib.check(config, resolve(config.model))
+    config_checks.check(config, resolve(config.model))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +127,9 @@ def test_choices(path: str) -> None:
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("path", config_lib._LEAST)
+@pytest.mark.parametrize("path", config_checks._LEAST)
 def test_least_values(path: str) -> None:
-    least = config_lib._LEAST[path]
+    least = config_checks._LEAST[path]
     assert message({path: least - 1}) == f"config.{path} is {least - 1}; it must be at least {least}"
 
 
@@ -257,7 +258,7 @@ def test_relation_between_fields(case: str) -> None:
     said = message(changes)
     assert [word for word in words if word not in said] == []
     mended = changed(changes | mend)
-    config_lib.check(mended, resolve(mended.model))
+    config_checks.check(mended, resolve(mended.model))
 
 
 def test_check_begins_with_types_and_choices() -> None:

@@ -23,7 +23,10 @@ ORDER = [
     "kernels",
     "mesh",
     "hardware",
+    "targets",
     "architectures",
+    "config_checks",
+    "remat_policy",
     "config",
     "errors",
 ]
@@ -76,7 +79,9 @@ def test_the_check_can_fail():
 def test_formulas_read_no_model_code():
     """Agreement of the closed forms with XLA is evidence only while they are independent of the program."""
     allowed = {"model.specs"}
-    for name in ("memory", "compute", "activations", "slots", "inference", "rows"):
+    formulas = ("memory", "compute", "activations", "slots", "inference", "rows")
+    formulas += ("setting", "states", "dataflow", "workspaces", "communication")
+    for name in formulas:
         assert pathlib.Path(runs.ROOT / "jaxllm" / "ledger" / f"{name}.py").exists(), name
         used = {
             b

@@ -6,9 +6,7 @@ them; its inputs are all tokens but the last, its targets all but the first. An 
 mixing the rows (config.data.shuffle_window) can put its last ones among the first of the next.
 """
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grain
 import numpy as np
@@ -17,12 +15,13 @@ from jaxtyping import Float32, Int32
 
 from jaxllm.config import DataConfig
 from jaxllm.data import sources
+from jaxllm.data.documents import Documents, too_short
+from jaxllm.data.streams import Batch, TrainIterator
 from jaxllm.errors import UserError
 from jaxllm.interop import tokenizer as tokenizers
 
-Batch = dict[str, np.ndarray]  # the fields below and "documents", each [batch, sequence_length]
-
-# What goes to the device. `documents` (int32, index of each token's document, -1 on padding) stays on the host.
+# The fields of a batch that go to the device, each [batch, sequence_length]. Beside them `documents` (int32, index of
+# each token's document, -1 on padding) stays on the host.
 BATCH_FIELDS: dict[str, type] = {
     "tokens": np.int32,
     "targets": np.int32,
@@ -31,8 +30,14 @@ BATCH_FIELDS: dict[str, type] = {
     "weights": np.float32,  # 1 where the target counts, 0 on padding
 }
 
-# Two threads read ahead: enough to hide a disk, and little to read again on resuming.
-_READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)
+_READING_THREADS = 8  # of a process, however many streams it reads
+
+
+def _read_options(streams: int) -> grain.ReadOptions:
+    """How far each of a process's streams is read ahead. Two threads hide a disk, and leave little to read again on
+    resuming; beyond as many streams as threads, documents are read as they are needed."""
+    threads = min(2, _READING_THREADS // streams)
+    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=8 * threads)
 
 
 class Examples:
@@ -43,7 +48,7 @@ class Examples:
       tokenizer: None where documents are tokens already.
     """
 
-    def __init__(self, documents: sources.Documents, tokenizer: tokenizers.Tokenizer | None):
+    def __init__(self, documents: Documents, tokenizer: tokenizers.Tokenizer | None):
         self.documents, self.tokenizer = documents, tokenizer
 
     def __len__(self) -> int:
@@ -61,65 +66,10 @@ class Examples:
         return ids.astype(np.int32)
 
 
-class TrainIterator:
-    """Endless batches, and the place in them as plain data.
-
-    Args:
-      dataset: the Grain dataset of batches.
-      documents: the training documents, to name them.
-      identity: the numbers that fix the order of batches; a state is good only for the same ones.
-    """
-
-    def __init__(self, dataset: grain.IterDataset, documents: sources.Documents, identity: dict[str, Any]):
-        self._iterator = iter(dataset)
-        self._documents = documents
-        self._identity = identity
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self._iterator)
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the next batch begins, as JSON can hold it; a small dictionary whatever the corpus."""
-        # Through JSON at once, so that a state from memory and one from a file restore alike.
-        return json.loads(json.dumps({"identity": self._identity, "iterator": self._iterator.get_state()}))
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `get_state` gave: the batches after it are the same ones, to the token.
-
-        Reads again at most one shuffle window of rows.
-
-        Raises:
-          UserError: the data, or a setting that orders it, is not what it was.
-        """
-        for name, value in self._identity.items():
-            if state["identity"].get(name) != value:
-                raise UserError(
-                    f"{name} is {value} but was {state['identity'].get(name)} when this state was saved; "
-                    "resume with the same data settings, or start a new run"
-                )
-        self._iterator.set_state(_tuples(state["iterator"]))
-
-    def document_names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Names of the documents in a `documents` field, each once, in order of first appearance; -1 is skipped."""
-        found = dict.fromkeys(int(i) for i in np.ravel(indices) if i >= 0)
-        return [self._documents.name(i) for i in found]
-
-
-def _tuples(state: Any) -> Any:
-    """Lists to tuples throughout: Grain's packing compares its slices with tuples, and JSON has only lists."""
-    if isinstance(state, dict):
-        return {key: _tuples(value) for key, value in state.items()}
-    return tuple(_tuples(value) for value in state) if isinstance(state, list) else state
-
-
 def train_iterator(
     config: DataConfig,
     batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    streams: Iterable[int] | None = None,
     *,
     vocab_size: int | None = None,
     split: sources.Split | None = None,
@@ -127,42 +77,52 @@ def train_iterator(
     """Batches of the training documents without end, in a new order each epoch.
 
     Args:
-      config: what to read.
-      batch_size: rows of a step over all hosts.
-      process_index: this host.
-      process_count: hosts; each takes every process_count-th document of one common order.
+      config: what to read; its `streams` divide the batch.
+      batch_size: rows of a step over all processes.
+      streams: those whose rows this process needs; all of them by default.
       vocab_size: ids that the model knows; None takes the tokenizer's.
       split: the opened corpus, where the caller has it already.
     Returns:
-      An iterator of batches of batch_size // process_count rows.
+      An iterator of batches of batch_size // config.streams rows a stream.
     Raises:
-      UserError: data that cannot be used, or that does not fill one sequence.
+      UserError: data that cannot be used, that does not fill one sequence, or with fewer documents than streams.
     """
-    if batch_size % process_count:
+    count = config.streams
+    if batch_size % count:
         raise UserError(
-            f"config.train.batch_size ({batch_size}) is not a multiple of the number of hosts ({process_count}); "
-            f"the next that is: {-(-batch_size // process_count) * process_count}"
+            f"config.train.batch_size ({batch_size}) is not a multiple of config.data.streams ({count}); "
+            f"the next that is: {-(-batch_size // count) * count}"
         )
+    chosen = sorted(range(count) if streams is None else streams)
     examples, documents = _open(config, vocab_size, split, validation=False)
     _check_length(examples, config.sequence_length)
+    if len(documents) < count:
+        raise UserError(
+            f"config.data.streams ({count}) is more than the training documents ({len(documents)}), so that streams "
+            f"would repeat one another; set --config.data.streams to {len(documents)} or less"
+        )
     order = grain.MapDataset.source(examples)
     if config.shuffle:
         order = order.shuffle(seed=_seed(config.seed, "documents"))
-    order = order.repeat()[process_index::process_count]
-    rows = _packed(order, config.sequence_length)
-    if config.shuffle:
-        seed = _seed(config.seed, "rows")
-        rows = experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_window, seed=seed)
+    order = order.repeat()
+    share = batch_size // count
+    datasets = {}
+    for stream in chosen:
+        rows = _packed(order[stream::count], config.sequence_length, _read_options(len(chosen)))
+        if config.shuffle:
+            # The first is named as where it is the only one; the others must not turn their rows alike.
+            seed = _seed(config.seed, f"rows {stream}" if stream else "rows")
+            rows = experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_window, seed=seed)
+        datasets[stream] = rows.batch(share).map(_finished)
     identity = {
         "config.data.sequence_length": config.sequence_length,
         "config.data.shuffle": config.shuffle,
         "config.data.shuffle_window": config.shuffle_window,
         "config.data.seed": config.seed,
+        "config.data.streams": count,
         "the number of training documents": len(documents),
-        "the number of hosts": process_count,
-        "the index of this host": process_index,
     }
-    return TrainIterator(rows.batch(batch_size // process_count).map(_finished), documents, identity)
+    return TrainIterator(datasets, documents, identity, share)
 
 
 class ValidationBatches:
@@ -196,14 +156,14 @@ def validation_batches(
       UserError: data that cannot be used.
     """
     examples, _ = _open(config, vocab_size, split, validation=True)
-    rows = _packed(grain.MapDataset.source(examples), config.sequence_length)
+    rows = _packed(grain.MapDataset.source(examples), config.sequence_length, _read_options(1))
     batches = rows.batch(batch_size, batch_fn=_padded_to(batch_size))
     return ValidationBatches(batches.map(_finished), limit)
 
 
 def _open(
     config: DataConfig, vocab_size: int | None, split: sources.Split | None, validation: bool
-) -> tuple[Examples, sources.Documents]:
+) -> tuple[Examples, Documents]:
     """One part of the corpus with its tokenizer, after checking that the model knows the ids."""
     tokenizer = None
     if config.source != "tokens" or vocab_size is None:
@@ -225,12 +185,12 @@ def _check_length(examples: Examples, sequence_length: int) -> None:
         targets += len(examples[i]["targets"])
         if targets >= sequence_length:
             return
-    raise sources.too_short(sequence_length, targets)
+    raise too_short(sequence_length, targets)
 
 
-def _packed(order: grain.MapDataset, sequence_length: int) -> grain.IterDataset:
+def _packed(order: grain.MapDataset, sequence_length: int, reading: grain.ReadOptions) -> grain.IterDataset:
     # A document of one token has no target, and would leave a hole in the numbering of segments.
-    examples = order.filter(lambda example: len(example["targets"]) > 0).to_iter_dataset(_READ_OPTIONS)
+    examples = order.filter(lambda example: len(example["targets"]) > 0).to_iter_dataset(reading)
     lengths = dict.fromkeys(("tokens", "targets", "documents"), sequence_length)
     return experimental.ConcatThenSplitIterDataset(examples, length_struct=lengths)
 

@@ -1,7 +1,10 @@
 """Attention as plain JAX: the definition that kernels are tested against, and what runs on a CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 # Large, finite, and far from float32's limit, so that a difference of two of them is still finite.
@@ -38,6 +41,7 @@ def attention(
     *,
     scale: float,
     softcap: float,
+    named: bool = True,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q·k·scale)) · v over the keys of `mask`, grouped heads (Ainslie et al. 2023).
 
@@ -45,6 +49,7 @@ def attention(
 
     Args:
       softcap: c·tanh(score / c) before the mask (Gemma 2); 0 is none.
+      named: whether scores and probabilities have their tags, by which a remat policy can keep them.
     """
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
@@ -54,13 +59,60 @@ def attention(
     grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores = jnp.einsum("bkqh,bksh->bkqs", grouped, k, preferred_element_type=jnp.float32) * scale
     if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
+        scores = softcap * jnp.tanh((checkpoint_name(scores, "attn_scores") if named else scores) / softcap)
     bias = jnp.where(mask, 0.0, _MASKED)
-    scores = scores.reshape(B, K, G, T, S) + bias[:, None, None]
-    highest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - highest)
-    total = weights.sum(-1)[..., None]
-    weights = weights.reshape(B, K, G * T, S).astype(v.dtype)
-    out = jnp.einsum("bkqs,bksh->bkqh", weights, v, preferred_element_type=jnp.float32)
-    out = out.reshape(B, K, G, T, H) / total * mask.any(-1)[:, None, None, :, None]
+    probs = _softmax(scores.reshape(B, K, G, T, S) + bias[:, None, None], named)
+    probs = probs.reshape(B, K, G * T, S).astype(v.dtype)
+    out = jnp.einsum("bkqs,bksh->bkqh", probs, v, preferred_element_type=jnp.float32)
+    out = out.reshape(B, K, G, T, H) * mask.any(-1)[:, None, None, :, None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(v.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _softmax(scores: Float[Array, "*batch S"], named: bool) -> Float[Array, "*batch S"]:
+    return jax.nn.softmax(scores)
+
+
+@_softmax.defjvp
+def _softmax_jvp(named: bool, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    # The derivative reads the result alone, under its tag, so that a remat policy can keep it in place of the scores.
+    probs = jax.nn.softmax(primals[0])
+    if named:
+        probs = checkpoint_name(probs, "attn_probs")
+    change = probs * tangents[0]
+    return probs, change - probs * change.sum(-1, keepdims=True)
+
+
+def chunked_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_positions: Int[Array, "B T"],
+    k_positions: Int[Array, "B S"],
+    q_segments: Int[Array, "B T"] | None,
+    k_segments: Int[Array, "B S"] | None,
+    *,
+    window: int,
+    scale: float,
+    softcap: float,
+    chunk: int,
+) -> Float[Array, "B T N H"]:
+    """The same, `chunk` queries at a time: scores of one chunk exist at a time, in the backward pass too.
+
+    Each chunk's scores are computed again for its gradients (Rabe & Staats 2021). `chunk` divides T.
+    """
+    B, T = q.shape[:2]
+
+    def cut(x: Array) -> Array:
+        return x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def one(k: Array, v: Array, part: tuple[Array, Array, Array | None]) -> Array:
+        queries, positions, segments = part
+        mask = attention_mask(positions, k_positions, segments, k_segments, window)
+        # Without tags: a policy that keeps them would reach into the chunks, and keep them all.
+        return attention(queries, k, v, mask, scale=scale, softcap=softcap, named=False)
+
+    parts = (cut(q), cut(q_positions), None if q_segments is None else cut(q_segments))
+    _, out = jax.lax.scan(lambda _, part: (None, one(k, v, part)), None, parts)
+    return out.swapaxes(0, 1).reshape(q.shape)

@@ -1,103 +1,77 @@
-"""What transformer blocks keep for their backward pass, in bytes a token, by the block's own tags.
+"""What waits for the backward pass of a micro-batch on each device, by the tags that blocks give: exact.
 
-With c bytes a number in the compute dtype and 4 in float32, T the sequence length:
-
-    tag            stacked over the scanned layers                             a block outside the scan
-    block_input    D·4                                                         D·4
-    norms          for each norm of width W: 2W·4 + 2·4 (beside its input)     W·c (its output)
-    attn_qkv       3D·c (the norm's output, once a projection) + (N+2K)H·c     (N+2K)H·c
-    attn_scores    N·T·(4 + c), with a soft cap N·T·8 more; N·2·4 statistics   N·T·4, and N·T·c where c is not 4
-    attn_context   N·H·4 + N·H·c                                               the same
-    resid_mid      D·4                                                         D·4
-    mlp_*          see `_mlp`
-
-A scanned layer's residuals are outputs of the scan: each is stored, also where two hold the same numbers
-(x and 2x of a square; one matrix product's input reshaped three times). A block that is recomputed, or a layer
-outside the scan, is open to the compiler, which merges and fuses those. The reference attention holds whole
-scores, windows and all, so a sliding layer costs what a full one does.
-
-The stacked counts follow from the derivative of each operation; XLA's CPU backend allocates exactly these
-arrays. The counts of a block outside the scan, and all workspaces, are approximate.
+A block keeps its input and, of the values that its backward pass reads, those that the remat policy keeps
+(`ledger.dataflow`). Outside the blocks there are the rotary angles, what the token lookup and the last norm need
+again, and the two gradients that the loss takes while its logits exist. The tests hold all of it, to the byte, against
+what JAX's own derivative of the program holds on to.
 """
 
-from jaxllm.config import Architecture
+from collections.abc import Iterator
 
-FLOAT32 = 4
+from jaxllm.ledger import rows
+from jaxllm.ledger.dataflow import BLOCK_INPUT, block
+from jaxllm.ledger.rows import Row
+from jaxllm.ledger.setting import FLOAT32, Parameter, Setting
 
-
-def kept_per_token(model: Architecture, length: int, itemsize: int, stacked: bool) -> dict[str, int]:
-    """Tag -> bytes a token that one block keeps.
-
-    Args:
-      length: keys a query is scored against, seen or not.
-      itemsize: bytes of a number in the compute dtype.
-      stacked: whether the block is an iteration of the scan over layers.
-    """
-    D, N, K, H, c = model.width, model.heads, model.kv_heads, model.head_dim, itemsize
-    sandwich = model.norm_placement == "sandwich"
-    kept = {"block_input": D * FLOAT32, "resid_mid": D * FLOAT32}
-
-    def norm(width: int, count: int) -> int:
-        return count * (2 * width * FLOAT32 + 2 * FLOAT32 if stacked else width * c)
-
-    kept["norms"] = norm(D, 4 if sandwich else 2)
-    if sandwich:
-        kept["norms"] += 2 * D * FLOAT32  # inputs of the norms after the sub-layers
-    if model.qk_norm:
-        kept["norms"] += norm(H, N + K) + (N + K) * H * FLOAT32
-    kept["attn_qkv"] = (N + 2 * K) * H * c + (3 * D * c if stacked else 0)
-    copies = FLOAT32 + c if stacked or c != FLOAT32 else FLOAT32
-    if model.attention_softcap and stacked:
-        copies += 2 * FLOAT32
-    kept["attn_scores"] = N * length * copies + 2 * N * FLOAT32
-    kept["attn_context"] = N * H * (FLOAT32 + c)
-    return kept | _mlp(model, itemsize, stacked)
+_INT32 = 4
+_BOOL = 1
 
 
-def _mlp(model: Architecture, c: int, stacked: bool) -> dict[str, int]:
-    """The MLP's part.
+def kept_tags(setting: Setting) -> tuple[str, ...]:
+    """Tags that wait through the whole backward pass; under `sqrt` those of blocks that are in no group."""
+    return setting.remat.kept
 
-    Stacked, SwiGLU keeps gate, its sigmoid σ and 1 − σ, silu and up; the tanh form of GELU keeps x, 3x², tanh,
-    1 − tanh and its factor; and the input of each matrix product is kept beside. Outside the scan: what each
-    product reads and gives, and two steps of the activation. With experts every token counts once for each
-    expert that it is sent to, and there are the routing's own numbers.
-    """
-    D, F, E = model.width, model.mlp_width, model.experts
-    X = model.experts_per_token if E else 1
-    if not stacked:
-        gate = {"mlp_gate": 3 * X * F * c} if model.gated else {}
-        return {"mlp_up": (1 if model.gated else 3) * X * F * c, **gate, "mlp_down": X * (F + (D if E else 0)) * c}
-    activation = 4 if model.mlp == "swiglu" else 6
-    kept = {}
-    inputs = 1 if E else (2 if model.gated else 1)  # experts share their sorted tokens; a dense MLP reshapes twice
-    if model.gated:
-        kept["mlp_up"] = (X * F + inputs * X * D) * c
-        kept["mlp_gate"] = activation * X * F * c
+
+def rows_between_passes(setting: Setting, phase: str) -> Iterator[Row]:
+    """A row for each tag, those in host memory too, and one for everything that is outside the blocks."""
+    layers, remat, size = setting.model.layers, setting.remat, setting.group_size
+    one = block(setting)
+    grouped = setting.model.repeats * len(setting.model.pattern) if size > 1 else 0
+    inputs = layers - grouped + setting.model.repeats // size * (size > 1)
+    bytes_each = one.values[BLOCK_INPUT].bytes
+    formula = f"{inputs} {'inputs' if grouped else 'layers'} × {bytes_each:,} B"
+    yield rows.row(BLOCK_INPUT, "activations", phase, formula, inputs * bytes_each)
+    for tag, each in one.kept(kept_tags(setting)).items():
+        where = rows.HOST if remat.kind == "offload" else phase
+        count = layers - grouped
+        if count and not (where == rows.HOST and phase != rows.BOUNDARY):
+            yield rows.row(tag, "activations", where, f"{count} layers × {each:,} B", count * each)
+    for name, per_token, tokens in _outside(setting):
+        yield rows.row(name, "activations", phase, f"{tokens:,} tokens × {per_token:,} B", tokens * per_token)
+    if setting.model.experts:
+        yield rows.row("tokens counted", "activations", phase, "4 B", FLOAT32)
+
+
+def _outside(setting: Setting) -> Iterator[tuple[str, int, int]]:
+    """(name, bytes a token, tokens)."""
+    model, tokens, own = setting.model, setting.tokens, setting.tokens // setting.tensor
+    D = model.width
+    if setting.tensor == 1:
+        yield "token ids", _INT32, tokens
+    else:  # beside the ids: which of them are this device's words
+        yield "token ids and whose they are", _INT32 + setting.compute, tokens
+    if model.positions == "learned":
+        yield "position ids", _INT32, own
     else:
-        kept["mlp_up"] = ((activation - 1) * X * F + inputs * X * D) * c
-    kept["mlp_down"] = X * F * c
-    if E:
-        kept["mlp_down"] += X * D * c  # outputs in token order, mixed by the routing weights
-        kept["routing"] = D * FLOAT32 + (2 * E + 5 * X) * FLOAT32
-    return kept
+        kinds = len({*model.pattern, *model.tail})
+        yield "rotary angles", kinds * model.head_dim * FLOAT32, tokens
+    if model.experts:
+        yield "real tokens", _BOOL, tokens
+    # The last norm is in no block: its centred inputs, their scaled and squared forms, and two numbers a token.
+    yield "final norm", 3 * D * FLOAT32 + 2 * FLOAT32, own
 
 
-def workspace_per_token(model: Architecture, length: int, c: int, stacked: bool) -> int:
-    """Temporaries of the backward pass of one scan iteration, which is one run of the layer pattern.
-
-    Gradients of the scores and probabilities, and of the MLP's hidden layer; for each layer of the pattern the
-    residuals cut out of their stacks (two a norm, one of the attention) and about seven hidden states.
-    """
-    D, N, H, F = model.width, model.heads, model.head_dim, model.mlp_width
-    norms = 4 if model.norm_placement == "sandwich" else 2
-    X = model.experts_per_token if model.experts else 1
-    if not stacked:  # the MLP's residuals are gone by the time that attention's gradients are taken
-        return 7 * D * FLOAT32 + max(X * F * c, N * length * FLOAT32 - sum(_mlp(model, c, stacked=False).values()))
-    scores = 3 if model.attention_softcap else 2
-    cut = len(model.pattern) * ((2 * norms + 7) * D + (2 if model.qk_norm else 1) * N * H)
-    return scores * N * length * FLOAT32 + X * F * c + cut * FLOAT32
+def loss_gradients(setting: Setting) -> int:
+    """Numbers of the gradients that the loss takes on the way: of its inputs and of the head."""
+    return setting.tokens * setting.model.width + head_numbers(setting)
 
 
-def expanded_experts_per_token(model: Architecture) -> int:
-    """XLA's CPU backend makes a ragged product from a plain one, over inputs repeated for every expert."""
-    return model.experts * model.experts_per_token * (3 * model.width + 2 * model.mlp_width) * FLOAT32
+def head_table(setting: Setting) -> Parameter:
+    """The table that makes logits: the head, or the embeddings where they are tied."""
+    name = "embed.tokens" if setting.model.tied_embeddings else "head"
+    return next(parameter for parameter in setting.parameters if parameter.name == name)
+
+
+def head_numbers(setting: Setting) -> int:
+    """Of that table, as a device computes with it."""
+    return setting.computing(head_table(setting))

@@ -12,7 +12,7 @@ from jaxllm import hardware
 from jaxllm.config import Architecture, Config
 from jaxllm.errors import RunError
 from jaxllm.hardware import Device
-from jaxllm.ledger import compiled, compute, inference, memory, report
+from jaxllm.ledger import communication, compiled, compute, inference, memory, report, trace
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.reconcile import EXACT, Reconciliation, reconcile
 from jaxllm.ledger.rows import Ledger, Unknown
@@ -26,11 +26,16 @@ def title(config: Config) -> str:
 
 
 def training(config: Config, model: Architecture, device: Device) -> Ledger:
-    """The ledger of a training run on a device, with its capacity and the work of one step."""
-    platform = jax.default_backend()
-    policy = policy_for(config.precision.policy, platform)
-    ledger = dataclasses.replace(memory.training(model, config, policy.name, platform), model=title(config))
-    return _on(device, ledger, compute.train_step(model, config, policy.name), policy.compute.name)
+    """The ledger of a training run on a device, attached or not, with its capacity and the work of one step.
+
+    `compute` has beside it "sent_bytes": what one device sends to the others in a step, in rings.
+    """
+    policy = policy_for(config.precision.policy, device.platform)
+    ledger = memory.training(model, config, policy.name, device.platform)
+    work = compute.train_step(model, config, policy.name, device.platform)
+    billed = _on(device, ledger, work, policy.compute.name)
+    sent = round(sum(transfer.ring_bytes for transfer in communication.train_step(model, config, policy.name)))
+    return dataclasses.replace(billed, model=title(config), compute={**billed.compute, "sent_bytes": sent})
 
 
 def sampling(name: str, model: Architecture, device: Device, batch: int, capacity: int, chunk: int) -> Ledger:
@@ -42,9 +47,8 @@ def sampling(name: str, model: Architecture, device: Device, batch: int, capacit
       capacity: tokens of prompt and text a sequence may have.
       chunk: prompt tokens taken at a time.
     """
-    platform = jax.default_backend()
-    policy = policy_for("auto", platform)
-    ledger = inference.inference(model, batch, capacity, chunk, policy.name, policy.name, name, platform)
+    policy = policy_for("auto", device.platform)
+    ledger = inference.inference(model, batch, capacity, chunk, policy.name, policy.name, name, device.platform)
     work = compute.decode_token(model, batch, capacity, policy.name, policy.name)
     return _on(device, ledger, work, policy.compute.name)
 
@@ -68,13 +72,14 @@ class TrainingBill:
     """
 
     def __init__(self, config: Config, model: Architecture, console: Console):
+        self._config, self._model = config, model
         self._check, self._console = config.ledger.check, console
         self._device = hardware.this_machine()
         self._ledger = training(config, model, self._device)
         self.model_flops_per_token = compute.model_flops_per_token(model, config.data.sequence_length)
         dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
         peak = self._device.peak_flops.get(dtype)
-        self.peak_flops = peak * config.mesh.data if peak else None
+        self.peak_flops = peak * self._ledger.count if peak else None
 
     def show(self) -> None:
         """Rows, total, capacity, verdict."""
@@ -89,7 +94,8 @@ class TrainingBill:
         if self._check == "off":
             return None
         trees = {"weights": state.params, "optimizer": state.opt_state, "state": state}
-        result = reconcile(self._ledger, compiled.figures(train_step), {"peak": device_lib.peak_bytes()}, trees)
+        traced = trace.figures(self._config, self._model, self._device.platform)
+        result = reconcile(self._ledger, compiled.figures(train_step), {"peak": device_lib.peak_bytes()}, trees, traced)
         (workdir / "ledger.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
         report.show_reconciliation(result, self._console)
         faults = [fault for fault in result.faults(float("inf")) if fault.startswith(EXACT)]

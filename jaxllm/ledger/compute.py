@@ -7,8 +7,10 @@ two conventions, named wherever a figure is given:
     executed   all T × S pairs, as the reference attention computes them, windows and masks or not
     model      the pairs a query may see: (T + 1) / 2 of T on average, fewer in a sliding layer
 
-Executed FLOPs make the roofline, recomputation included; model FLOPs make utilisation (MFU), where neither
-recomputation nor masked pairs count as work.
+Executed FLOPs make the roofline, recomputation included: they are one device's, and its share of them where products
+are split over `tensor`. Model FLOPs make utilisation, MFU (Chowdhery et al. 2022, appendix B): those of a token times
+tokens a second, over the peak of all devices of the run together. Neither recomputation nor masked pairs count as
+work there, so that a remat policy can only lower it.
 """
 
 import dataclasses
@@ -17,10 +19,14 @@ from typing import Any
 
 from jaxllm.config import Architecture, Config
 from jaxllm.hardware import Device
+from jaxllm.ledger import setting as setting_lib
+from jaxllm.ledger.activations import head_numbers
+from jaxllm.ledger.dataflow import block
 from jaxllm.ledger.inference import ITEMSIZE
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.rows import Unknown, figure_to_json
-from jaxllm.ledger.slots import SLOTS
+from jaxllm.ledger.setting import FLOAT32, Setting
+from jaxllm.ledger.slots import SLOTS, held
 from jaxllm.model.specs import ParamSpec, cache_slots, param_specs
 
 
@@ -92,29 +98,57 @@ def model_flops_per_token(model: Architecture, sequence_length: int) -> float:
     return 3 * (2 * product_parameters(model) + _pair_flops(model) * pairs / sequence_length)
 
 
-def train_step(model: Architecture, config: Config, policy_name: str) -> Work:
+def train_step(model: Architecture, config: Config, policy_name: str, platform: str = "gpu") -> Work:
     """One update on one device.
 
-    Full remat runs every block forward once more (not the head, whose gradients the loss takes on the way). The
-    bytes are: weights read in each pass of each micro-batch, gradients written and read, the optimizer's slots
-    read and written, the logits written and read.
+    Each product has two in the backward pass, one for each of its factors. What a remat policy does not keep and the
+    backward pass needs is made once more (`ledger.dataflow`), and the scores of chunked attention for each chunk's
+    gradients. The head's gradients are taken where its logits are, so it is never computed again. `tensor` divides
+    the products, the router's aside, and `replica` and `data` the tokens.
+
+    The bytes are: weights read in each pass of each micro-batch, gradients written and read, the optimizer's slots
+    read and written, the logits and their gradient written and read.
+
+    Args:
+      platform: cpu | gpu | tpu.
     """
-    length = config.data.sequence_length
-    sequences = config.train.batch_size // config.mesh.data
-    tokens, c = sequences * length, ITEMSIZE[policy_name]
-    forward = forward_flops(model, sequences, length)
-    flops = 3 * forward
-    passes = 2
-    if config.remat.policy == "full":
-        flops += forward - 2 * model.vocab_size * model.width * tokens
-        passes = 3
-    specs = leaves(param_specs(model))
-    parameters = sum(spec.size for spec in specs)
-    slots = sum(slot.numbers(spec) for slot in SLOTS[config.optimizer.name] for spec in specs)
-    moved = config.train.accumulate * parameters * (passes * c + 2 * 4)
-    moved += parameters * 3 * 4 + 2 * slots * 4  # the update: gradient and weight read, weight written; slots
-    moved += 4 * tokens * model.vocab_size * 4  # logits and their gradient, written and read
-    return Work(flops, moved, tokens)
+    setting = setting_lib.make(model, config, policy_name, platform)
+    again = recomputed_flops(setting)
+    flops = 3 * (_layers_flops(setting) + head_flops(setting)) + again
+    accumulate = config.train.accumulate
+    whole = sum(map(setting.computing, setting.parameters))
+    stored = sum(setting.per_device(parameter.moment) for parameter in setting.parameters)
+    slots = sum(
+        sum(held(slot, parameter, setting)) for slot in SLOTS[config.optimizer.name] for parameter in setting.parameters
+    )
+    passes = 3 if again else 2
+    moved = accumulate * whole * setting.compute * (passes + 2)
+    moved += stored * 3 * FLOAT32 + 2 * slots * setting.moment  # gradient and weight read, weight written; slots
+    moved += 4 * setting.step_tokens * head_numbers(setting) // model.width * FLOAT32
+    return Work(accumulate * flops, moved, setting.step_tokens)
+
+
+def head_flops(setting: Setting) -> int:
+    """Of the logits of one micro-batch on one device."""
+    return 2 * setting.tokens * head_numbers(setting)
+
+
+def _layers_flops(setting: Setting) -> int:
+    return setting.model.layers * block(setting).flops
+
+
+def recomputed_flops(setting: Setting) -> int:
+    """Executed a second time for the backward pass of one micro-batch, on one device.
+
+    Under `sqrt` the layers of a group run once more as a whole: they are a loop, out of which nothing is left.
+    """
+    one, layers = block(setting), setting.model.layers
+    size = setting.group_size
+    grouped = setting.model.repeats * len(setting.model.pattern) if size > 1 else 0
+    again = (layers - grouped) * one.flops_again(setting.remat.kept)
+    if grouped:
+        again += grouped * (one.flops + one.flops_again(setting.remat.kept))
+    return again
 
 
 def prefill(model: Architecture, batch: int, tokens: int, weight_dtype: str) -> Work:

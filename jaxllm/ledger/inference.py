@@ -5,9 +5,9 @@ Exact: the persistent phase. Approximate: the workspaces of prefill and decode.
 
 from jaxllm.config import Architecture
 from jaxllm.ledger import rows
-from jaxllm.ledger.activations import FLOAT32
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Ledger, Row
+from jaxllm.ledger.setting import FLOAT32
 from jaxllm.model.specs import cache_slots, cache_specs, param_specs
 
 # Bytes of a number, by the names that flags, policies and checkpoints use.

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.ledger import device as device_lib
-from jaxllm.ledger.rows import Figure, Ledger, Unknown, figure_to_json
+from jaxllm.ledger.rows import BOUNDARY, HOST, PERSISTENT, Figure, Ledger, Unknown, figure_to_json
 
 COLUMNS = ("formula", "trace", "compiled", "device")
-# What has to be equal to the byte; the peak alone is an estimate.
+# State has to be equal to the byte, and so has what the trace tells of activations; the peak alone is an estimate.
 EXACT = ("weights", "optimizer", "persistent")
+LINES = (*EXACT, "activations", "peak")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Line:
     """One quantity in every column, in bytes on one device.
 
     Attributes:
-      name: weights | optimizer | persistent | peak.
+      name: of LINES. State that is kept in host memory is counted with the rest of it.
       columns: of COLUMNS.
     """
 
@@ -56,7 +57,7 @@ class Reconciliation:
                 if isinstance(formula, Unknown) or isinstance(other, Unknown):
                     continue
                 gap = line.gap(column)
-                allowed = 0.0 if line.name in EXACT else tolerance
+                allowed = tolerance if line.name == "peak" else 0.0
                 if isinstance(gap, Unknown) or abs(gap) > allowed:
                     off = gap.why if isinstance(gap, Unknown) else f"{gap:+.2%}"
                     told.append(f"{line.name}: formula {formula:,} B, {column} {other:,} B ({off})")
@@ -75,6 +76,7 @@ def reconcile(
     compiled_figures: Mapping[str, Any] | None = None,
     device_figures: Mapping[str, Any] | None = None,
     state_trees: Mapping[str, Any] | None = None,
+    trace_figures: Mapping[str, Any] | None = None,
 ) -> Reconciliation:
     """Puts the columns together.
 
@@ -82,31 +84,40 @@ def reconcile(
       compiled_figures: of `ledger.compiled.figures`.
       device_figures: {"peak": bytes or Unknown}, as of `ledger.device.peak_bytes`.
       state_trees: the live state: {"weights": tree, "optimizer": tree, "state": everything that persists}.
+      trace_figures: of `ledger.trace.figures`.
     """
-    kinds = ("weights", "master weights")
+
+    def held(*kinds: str) -> int:
+        return sum(ledger.kind_bytes(kind, phase) for kind in kinds for phase in (PERSISTENT, HOST))
+
     formula: dict[str, Figure] = {
-        "weights": sum(ledger.kind_bytes(kind) for kind in kinds),
-        "optimizer": ledger.kind_bytes("optimizer"),
-        "persistent": ledger.persistent_bytes,
+        "weights": held("weights", "master weights"),
+        "optimizer": held("optimizer"),
+        "persistent": ledger.persistent_bytes + ledger.host_bytes - ledger.kind_bytes("activations", HOST),
+        "activations": ledger.kind_bytes("activations", BOUNDARY),
         "peak": ledger.peak_bytes,
     }
     compiled = compiled_figures or {}
     not_compiled = Unknown("nothing was compiled")
     in_program = Unknown("XLA tells a program's arguments in one sum, batch included")
-    compiled_column = dict.fromkeys(EXACT, in_program if compiled else not_compiled)
+    compiled_column: dict[str, Figure] = dict.fromkeys(EXACT, in_program if compiled else not_compiled)
+    in_temporaries = Unknown("XLA tells a program's temporaries in one sum")
+    compiled_column["activations"] = in_temporaries if compiled else not_compiled
     compiled_column["peak"] = compiled.get("peak", not_compiled)
 
     device: dict[str, Figure] = {name: Unknown("no live state was given") for name in EXACT}
     for name, tree in (state_trees or {}).items():
         device["persistent" if name == "state" else name] = device_lib.tree_bytes(tree)
+    device["activations"] = Unknown("a device does not tell what is alive in the middle of a step")
     device["peak"] = (device_figures or {}).get("peak", Unknown("no device was asked"))
 
     not_traced = Unknown("nothing was traced")
+    traced = trace_figures or {}
     lines = []
-    for name, value in formula.items():
+    for name in LINES:
         columns = {
-            "formula": value,
-            "trace": not_traced,
+            "formula": formula[name],
+            "trace": traced.get(name, not_traced),
             "compiled": compiled_column[name],
             "device": device[name],
         }

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxllm.hardware import Device
+from jaxllm.ledger.compiled import Inspection
 from jaxllm.ledger.reconcile import COLUMNS, Reconciliation
-from jaxllm.ledger.rows import PERSISTENT, PHASES, Ledger, Unknown, figure_from_json, format_bytes, format_si
+from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown, figure_from_json, format_bytes, format_si
 
 WIDTH = 100
 
@@ -41,14 +42,20 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     table.add_column("how", overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
     peak = ledger.peak_phase
-    for phase in (PERSISTENT, peak) if peak != PERSISTENT else (PERSISTENT,):
+
+    def add(phase: str) -> None:
         for row in ledger.rows:
             if row.phase == phase:
                 table.add_row(row.name, row.formula.rpartition(" = ")[0], format_bytes(row.bytes_per_device))
         table.add_row(f"sum: {phase}", "", format_bytes(ledger.phase_bytes(phase)), style="bold", end_section=True)
-    table.add_row("peak", "", format_bytes(ledger.peak_bytes), style="bold")
+
+    for phase in (PERSISTENT, peak) if peak != PERSISTENT else (PERSISTENT,):
+        add(phase)
+    table.add_row("peak", "", format_bytes(ledger.peak_bytes), style="bold", end_section=True)
+    if ledger.host_bytes:
+        add(HOST)
     console.print(table, width=min(WIDTH, console.width))
-    others = [phase for phase in PHASES if phase not in (PERSISTENT, peak) and ledger.phase_bytes(phase)]
+    others = [phase for phase in PHASES if phase not in (PERSISTENT, peak, HOST) and ledger.phase_bytes(phase)]
     if others:
         sums = ", ".join(f"{phase} {format_bytes(ledger.phase_bytes(phase))}" for phase in others)
         _say(console, f"Phases that need less: {sums}")
@@ -95,6 +102,81 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
         table.add_row(line.name, *cells)
     console.print(table, width=min(WIDTH, console.width))
     notes.show(console)
+
+
+def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: Console) -> None:
+    """What the compiler told of a program: memory beside the formula's, collectives, and matrix products.
+
+    Args:
+      name: of the program; `prefill` and `decode` are held against the phase of that name.
+    """
+    notes = _Footnotes()
+    need = ledger.persistent_bytes + ledger.phase_bytes(name) if name in PHASES else ledger.peak_bytes
+    if inspection.refused:
+        _say(console, f"{name}, compiled: does not fit. The compiler's words: {inspection.refused}")
+        return
+    table = _table(f"{name}, compiled in {inspection.seconds:.1f} s")
+    table.add_column("", no_wrap=True)
+    table.add_column("compiled", justify="right", no_wrap=True)
+    table.add_column("formula", justify="right", no_wrap=True)
+    for part in ("arguments", "outputs", "aliases", "temps", "host_arguments", "peak"):
+        figure = inspection.figures[part]
+        if part == "host_arguments" and (isinstance(figure, Unknown) or not figure):
+            continue
+        label = {"aliases": "− aliases", "host_arguments": "arguments in host memory"}.get(part, part)
+        formula = format_bytes(need) if part == "peak" else ""
+        if formula and not isinstance(figure, Unknown) and figure:
+            formula += f" ({(need - figure) / figure:+.1%})"
+        table.add_row(label, notes.mark(figure, format_bytes(figure)), formula)
+    console.print(table, width=min(WIDTH, console.width))
+    _say(console, _compiled_verdict(inspection, ledger, notes))
+    _collectives(inspection, notes, console)
+    _say(console, _products(inspection, notes))
+    notes.show(console)
+
+
+def _compiled_verdict(inspection: Inspection, ledger: Ledger, notes: _Footnotes) -> str:
+    """One sentence: whether the compiled program fits."""
+    peak, capacity = inspection.figures["peak"], ledger.capacity_bytes
+    for figure in (peak, capacity):
+        if isinstance(figure, Unknown):
+            return f"Compiled: whether it fits is {notes.mark(figure, '')}"
+    fits = "fits" if peak <= capacity else "does not fit"
+    return f"Compiled: {fits}: needs {format_bytes(peak)} of {format_bytes(capacity)}"
+
+
+def _collectives(inspection: Inspection, notes: _Footnotes, console: Console) -> None:
+    found = inspection.collectives
+    if isinstance(found, Unknown):
+        _say(console, f"Collectives: {notes.mark(found, '')}")
+        return
+    if not found:
+        _say(console, "No collectives.")
+        return
+    table = _table("collectives of one device; sent: in a ring")
+    table.add_column("", no_wrap=True)
+    for column in ("dtype", "devices", "runs", "operands", "results", "sent"):
+        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
+    for row in found:
+        some = "≤" if row["conditional"] else ""
+        for loop in row["unknown_loops"]:
+            some = notes.mark(Unknown(f"one trip of {loop} is counted: its length is not in the program"), "") + " "
+        sizes = (row[name] for name in ("operand_bytes", "result_bytes", "ring_bytes"))
+        cells = (row["dtype"], str(row["devices"]), f"{some}{row['count']:,}", *map(format_bytes, sizes))
+        table.add_row(row["op"], *cells)
+    console.print(table, width=min(WIDTH, console.width))
+
+
+def _products(inspection: Inspection, notes: _Footnotes) -> str:
+    found = inspection.products
+    if isinstance(found, Unknown):
+        return f"Matrix products: {notes.mark(found, '')}"
+    told = f"Matrix products: {format_si(found['flops'], 'FLOP')} in {found['count']:,} runs"
+    if found["uncounted"]:
+        told += "; not counted: " + ", ".join(f"{name} × {runs:,}" for name, runs in found["uncounted"].items())
+    if found["unknown_loops"]:
+        told += f"; one trip counted of {', '.join(found['unknown_loops'])}"
+    return told
 
 
 def _table(title: str) -> Table:

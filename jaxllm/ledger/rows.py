@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 # In the order a step or a request runs through them. Rows of a phase are alive together; those of
-# PERSISTENT are alive in all of them.
+# PERSISTENT are alive in all of them. Rows of HOST are in the memory of the device's host, and no part of its own.
 PERSISTENT = "persistent"
+FORWARD = "forward"
 BOUNDARY = "forward/backward boundary"
 BACKWARD = "mid-backward"
 UPDATE = "update"
 PREFILL = "prefill"
 DECODE = "decode"
-PHASES = (PERSISTENT, BOUNDARY, BACKWARD, UPDATE, PREFILL, DECODE)
+HOST = "host memory"
+PHASES = (PERSISTENT, FORWARD, BOUNDARY, BACKWARD, UPDATE, PREFILL, DECODE, HOST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +87,14 @@ class Ledger:
     def phase_bytes(self, phase: str) -> int:
         return sum(row.bytes_per_device for row in self.rows if row.phase == phase)
 
-    def kind_bytes(self, kind: str) -> int:
-        """Persistent bytes of a kind."""
-        return sum(row.bytes_per_device for row in self.rows if row.kind == kind and row.phase == PERSISTENT)
+    def kind_bytes(self, kind: str, phase: str = PERSISTENT) -> int:
+        """Bytes of a kind in a phase."""
+        return sum(row.bytes_per_device for row in self.rows if row.kind == kind and row.phase == phase)
+
+    @property
+    def host_bytes(self) -> int:
+        """In the host's memory, for each of its devices."""
+        return self.phase_bytes(HOST)
 
     @property
     def persistent_bytes(self) -> int:
@@ -97,7 +104,8 @@ class Ledger:
     @property
     def peak_phase(self) -> str:
         """The phase that needs most; PERSISTENT where there is no other."""
-        phases = [phase for phase in PHASES if phase != PERSISTENT and any(row.phase == phase for row in self.rows)]
+        elsewhere = (PERSISTENT, HOST)
+        phases = [phase for phase in PHASES if phase not in elsewhere and any(r.phase == phase for r in self.rows)]
         return max(phases, key=self.phase_bytes, default=PERSISTENT)
 
     @property

@@ -5,13 +5,14 @@ papers and its documented behaviour: the tests hold them against the state that 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from jaxllm.ledger import rows
 from jaxllm.ledger.rows import Row
+from jaxllm.ledger.setting import Parameter, Setting
 from jaxllm.model.specs import ParamSpec
 
-FLOAT32 = 4
 # optax.scale_by_factored_rms factors the two largest dimensions where both have at least this size.
 FACTORED_FROM = 128
 # Unused places of a factored state hold one number.
@@ -22,7 +23,7 @@ PLACEHOLDER = 1
 class Slot:
     """Attributes:
     name: of the slot.
-    numbers: float32 numbers that it keeps for one array of parameters.
+    numbers: that it keeps for one array of parameters.
     """
 
     name: str
@@ -71,18 +72,35 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 
 # Step counters (int32); Muon has one for each of its two rules, and the coefficients of its polynomial.
 _COUNTER_BYTES = {"sgd": 0, "momentum": 0, "adam": 4, "adamw": 4, "lion": 4, "adafactor": 4, "muon": 4 + 4 + 3 * 4}
-# The train state's own: step (int32) and the key of its randomness (2 × uint32).
-_STATE_BYTES = 4 + 8
 
 
-def slot_rows(optimizer: str, specs: list[ParamSpec]) -> list[Row]:
-    """A row a slot, and one for the counters beside them."""
-    made = []
-    for slot in SLOTS[optimizer]:
-        count = sum(slot.numbers(spec) for spec in specs)
-        made.append(rows.row(slot.name, "optimizer", rows.PERSISTENT, f"{count:,} × 4 B", count * FLOAT32))
-    counters = _COUNTER_BYTES[optimizer]
+def held(slot: Slot, parameter: Parameter, setting: Setting) -> tuple[int, int]:
+    """Numbers of a slot on one device: (of the model, of padding beside them).
+
+    A moment that has its parameter's shape is split as ZeRO splits moments. A factored one, or the placeholder of
+    one, is whole on every device.
+    """
+    numbers, spec = slot.numbers(parameter.spec), parameter.spec
+    if numbers != spec.size:
+        return numbers, 0
+    stored = setting.per_device(parameter.moment)
+    own = numbers * stored // math.prod(parameter.moment.shape)
+    return own, stored - own
+
+
+def slot_rows(setting: Setting) -> list[Row]:
+    """A row a slot, one for padding, and one for the counters beside them; moments may be in host memory."""
+    optimizer = setting.config.optimizer
+    phase = rows.HOST if optimizer.offload != "none" else rows.PERSISTENT
+    made, padding, size = [], 0, setting.moment
+    for slot in SLOTS[optimizer.name]:
+        counts = [held(slot, parameter, setting) for parameter in setting.parameters]
+        own = sum(count for count, _ in counts)
+        padding += sum(count for _, count in counts)
+        made.append(rows.row(slot.name, "optimizer", phase, f"{own:,} × {size} B", own * size))
+    if padding:
+        made.append(rows.row("padding of moments", "optimizer", phase, f"{padding:,} × {size} B", padding * size))
+    counters = _COUNTER_BYTES[optimizer.name]
     if counters:
         made.append(rows.row("counters", "optimizer", rows.PERSISTENT, f"{counters} B", counters))
-    made.append(rows.row("step and key", "state", rows.PERSISTENT, "4 B + 2 × 4 B", _STATE_BYTES))
     return made

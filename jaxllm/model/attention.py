@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.config import Architecture
 from jaxllm.kernels import reference
 from jaxllm.model.layers import align, matmul, norm, rotate
+from jaxllm.model.partition import WHOLE, Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Span:
       segments: tokens attend within one segment only; None where a row is one sequence.
       valid: False for padding, which is never written to a cache; None where every token is real.
       angles: rotary (cos, sin) of each layer kind; empty for learned positions.
+      chunk: queries whose scores exist at one time; 0 is all of them.
     """
 
     positions: Int[Array, "B T"]
     segments: Int[Array, "B T"] | None
     valid: Bool[Array, "B T"] | None
     angles: dict[str, tuple[Array, Array]]
+    chunk: int = 0
 
 
 def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -> Array:
@@ -44,9 +47,12 @@ def attention(
     kind: str,
     span: Span,
     cache: "LayerCache | None" = None,
-) -> tuple[Float[Array, "B T D"], "LayerCache | None"]:
+    partition: Partition = WHOLE,
+) -> tuple[Float[Array, "B t D"], "LayerCache | None"]:
     """Self-attention of one layer, over the tokens given or over those and a cache's.
 
+    Args:
+      x: all tokens of the sequences.
     Returns:
       (output, the cache with these tokens written; None where none was given).
     """
@@ -66,10 +72,21 @@ def attention(
         k, v, key_positions, cache = cache.extend(k, v, span)
         key_segments = None
     window = model.window if kind == "sliding" else 0
-    mask = reference.attention_mask(span.positions, key_positions, span.segments, key_segments, window)
-    y = reference.attention(q, k, v, mask, scale=model.attention_scale, softcap=model.attention_softcap)
+    scale, softcap = model.attention_scale, model.attention_softcap
+    if cache is None and span.chunk:
+        segments = span.segments
+        y = reference.chunked_attention(
+            *(q, k, v, span.positions, key_positions, segments, key_segments),
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            chunk=span.chunk,
+        )
+    else:
+        mask = reference.attention_mask(span.positions, key_positions, span.segments, key_segments, window)
+        y = reference.attention(q, k, v, mask, scale=scale, softcap=softcap)
     y = checkpoint_name(y, "attn_context")
-    y = matmul(y, params["out"], fan_in=2)
+    y = partition.leave(matmul(y, params["out"], fan_in=2))
     if model.out_bias:
         y = y + align(params["out_bias"], y)
     return checkpoint_name(y, "attn_out"), cache

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import Architecture
+from jaxllm.model.partition import WHOLE, Partition
 
 
 def align(vector: Array, x: Array) -> Array:
@@ -101,7 +102,9 @@ def matmul(x: Float[Array, "B T *inputs"], weight: Array, fan_in: int = 1) -> Ar
     return (x.reshape(B * T, -1) @ rows).reshape(B, T, *weight.shape[fan_in:])
 
 
-def mlp(x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture) -> Float[Array, "B T D"]:
+def mlp(
+    x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture, partition: Partition = WHOLE
+) -> Float[Array, "B t D"]:
     """The dense MLP: two matrices, or three where it is gated (Shazeer 2020)."""
 
     def project(name: str) -> Array:
@@ -112,7 +115,7 @@ def mlp(x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture) -
 
     up = project("up")
     hidden = activation(project("gate"), model.mlp) * up if model.gated else activation(up, model.mlp)
-    y = matmul(hidden, params["down"])
+    y = partition.leave(matmul(checkpoint_name(hidden, "mlp_hidden"), params["down"]))
     if model.mlp_bias:
         y = y + align(params["down_bias"], y)
     return checkpoint_name(y, "mlp_out")

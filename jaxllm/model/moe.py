@@ -1,7 +1,7 @@
 """Mixture of experts without a capacity: every token reaches its experts, none is dropped.
 
-Tokens are sorted by expert and multiplied in ragged groups (the idea of MegaBlocks, Gale et al. 2022), so
-a token's result does not depend on which others are in the batch.
+Tokens are laid out by expert and multiplied in groups (`jaxllm.kernels.grouped`), so a token's result does not depend
+on which others are in the batch.
 """
 
 from typing import Any
@@ -12,7 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
+from jaxllm.kernels import grouped
 from jaxllm.model.layers import activation
+from jaxllm.model.partition import WHOLE, Partition
 
 
 def route(
@@ -28,23 +30,33 @@ def route(
 
 
 def load_balancing_loss(
-    probabilities: Float[Array, "M E"], experts: Int[Array, "M X"], real: Bool[Array, " M"]
+    probabilities: Float[Array, "M E"],
+    experts: Int[Array, "M X"],
+    real: Bool[Array, " M"],
+    partition: Partition = WHOLE,
 ) -> Float[Array, ""]:
     """E · Σ_e (share of assignments to e) · (mean probability of e), over real tokens; 1 when even.
+
+    Both are of the whole batch. On several devices each has its own tokens' part of the sum.
 
     Source: Switch Transformer, Fedus et al. 2021, equation 4, for X experts a token.
     """
     E = probabilities.shape[-1]
-    count = jnp.maximum(real.sum(), 1)
     assigned = jax.nn.one_hot(experts, E).sum(1) * real[:, None]
-    share = assigned.sum(0) / (count * experts.shape[1])
+    count = jnp.maximum(partition.batch_sum(real.sum()), 1)
+    share = partition.batch_sum(jax.lax.stop_gradient(assigned.sum(0))) / (count * experts.shape[1])
     mean_probability = (probabilities * real[:, None]).sum(0) / count
-    return E * jnp.sum(jax.lax.stop_gradient(share) * mean_probability)
+    # Devices along `tensor` have the same tokens and say the same.
+    return E * jnp.sum(share * mean_probability) / partition.tensor
 
 
 def moe(
-    x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture, real: Bool[Array, "B T"]
-) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
+    x: Float[Array, "B T D"],
+    params: dict[str, Any],
+    model: Architecture,
+    real: Bool[Array, "B T"],
+    partition: Partition = WHOLE,
+) -> tuple[Float[Array, "B t D"], Float[Array, ""]]:
     """The sparse MLP.
 
     Args:
@@ -56,21 +68,21 @@ def moe(
     X = model.experts_per_token
     flat = x.reshape(B * T, D)
     weights, experts, probabilities = route(flat, params["router"], model)
+    # One row for each token and expert that it is sent to, laid out by expert.
+    blocks = grouped.lay_out(experts.reshape(-1), model.experts)
+    rows = blocks.lay_out(jnp.repeat(flat, X, axis=0))
 
-    order = jnp.argsort(experts.reshape(-1), stable=True)  # assignments, by expert
-    sorted_experts = experts.reshape(-1)[order]
-    group_sizes = jnp.bincount(experts.reshape(-1), length=model.experts).astype(jnp.int32)
-    tokens = flat[order // X]
-
-    def project(name: str, inputs: Array) -> Array:
-        y = jax.lax.ragged_dot(inputs, params[name], group_sizes)
+    def project(name: str, inputs: Array, parts: int = 1) -> Array:
+        y = grouped.grouped_matmul(inputs, params[name], blocks.group)
         if model.mlp_bias:
-            y = y + params[f"{name}_bias"][sorted_experts]
+            y = y + params[f"{name}_bias"][blocks.group][:, None] / parts
         return checkpoint_name(y, f"mlp_{name}")
 
-    up = project("up", tokens)
-    hidden = activation(project("gate", tokens), model.mlp) * up if model.gated else activation(up, model.mlp)
-    outputs = project("down", hidden)
-    back = jnp.zeros_like(outputs).at[order].set(outputs, unique_indices=True).reshape(B * T, X, D)
+    up = project("up", rows)
+    hidden = activation(project("gate", rows), model.mlp) * up if model.gated else activation(up, model.mlp)
+    # Each device along `tensor` has a part of the sum over the hidden layer, so it adds a part of the bias.
+    outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), parts=partition.tensor)
+    back = blocks.take_back(outputs).reshape(B * T, X, D)
     mixed = jnp.einsum("mxd,mx->md", back, weights.astype(back.dtype)).reshape(B, T, D)
-    return checkpoint_name(mixed, "mlp_out"), load_balancing_loss(probabilities, experts, real.reshape(-1))
+    balance = load_balancing_loss(probabilities, experts, real.reshape(-1), partition)
+    return checkpoint_name(partition.leave(mixed), "mlp_out"), balance

@@ -1,9 +1,13 @@
 """Checkpoints: written in the background, complete or absent, verified before they are used.
 
-A checkpoint is `<workdir>/checkpoints/<step>/`: the state (Orbax), the position in the data, the
+A checkpoint is `<workdir>/checkpoints/<step>/`: the state (Orbax), the place in each stream of the data, the
 configuration, and `manifest.json` with the size and CRC-32 of every other file. It is written under another
 name and renamed when whole, so a run killed at any moment leaves either all of it or none. Nothing in it
 depends on where it lies: a copied workdir resumes like the original.
+
+In a job of many processes each writes its shares of the arrays and the places of its own streams; process 0 makes
+the folder, the manifest and the one rename, after all have finished. They wait for one another in the coordination
+service (`Job.barrier`) and never through the devices, which may be in the middle of a step.
 """
 
 import concurrent.futures
@@ -11,27 +15,31 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from jaxllm import architectures
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.model import specs
-from jaxllm.train import manifest
+from jaxllm.train import arrays, manifest
+from jaxllm.train.distributed import Job
 from jaxllm.train.state import TrainState
 
 _STAGING = ".writing-"
 # What a full or failing disk raises: Python itself, or TensorStore below Orbax.
 _STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
-# May differ between a checkpoint and the run that resumes it: none of them changes what an update does,
-# but for the number of steps, which stretches the schedule of a run that goes on longer.
-_FREE = ("train.steps", "checkpoint.", "eval.", "log.", "ledger.")
+# May differ between a checkpoint and the run that resumes it: none of them changes what an update does beyond
+# rounding, but for the number of steps, which stretches the schedule of a run that goes on longer.
+_FREE = (
+    *("train.steps", "train.accumulate", "train.loss_chunk", "train.attention_chunk"),
+    *("optimizer.offload", "optimizer.moment_dtype"),
+    *("mesh.", "remat.", "precision.", "checkpoint.", "eval.", "log.", "ledger."),
+)
 
 Say = Callable[[str], None]
 
@@ -43,24 +51,27 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores one run's state in its workdir.
+    """Saves and restores one run's state in its workdir. Every process of a job has one, and all call it alike.
 
     Args:
       workdir: of the run; made where it is missing.
       config: stored in every checkpoint, and compared with the stored one before resuming.
       say: told of checkpoints that are skipped.
+      job: whose processes share the workdir.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: Config, say: Say):
+    def __init__(self, workdir: pathlib.Path, config: Config, say: Say, job: Job | None = None):
         self._folder = (workdir / "checkpoints").absolute()  # Orbax takes no other
         self._config = config
         self._say = say
-        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler("params", "rest"))
+        self._job = job or Job()
+        self._orbax = arrays.checkpointer(self._job)
         self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self._folder.glob(f"{_STAGING}*"):  # of a killed run; never valid
-            shutil.rmtree(leftover)
+        if self._job.leads:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self._folder.glob(f"{_STAGING}*"):  # of a killed run; never valid
+                shutil.rmtree(leftover)
 
     @property
     def last_good(self) -> str:
@@ -68,30 +79,32 @@ class Checkpointer:
         newest = next(_complete(self._folder), None)
         return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
-    def save(self, step: int, state: TrainState, data_state: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, data_state: dict[str, Any], streams: Iterable[str] = ()) -> None:
         """Starts saving. The state may be donated as soon as this returns.
 
+        Args:
+          step: batches trained on.
+          data_state: stream -> place.
+          streams: those of `data_state` that this process writes; all of them where it is alone.
         Raises:
           UserError: the disk cannot hold it, or the save before this one failed.
         """
         self.wait()
-        self._check_space(step, state)
-        staging, final = self._folder / f"{_STAGING}{step}", self._folder / f"{step:08d}"
+        staging = self._folder / f"{_STAGING}{step}"
         try:
-            staging.mkdir(parents=True)
-            (staging / "data.json").write_text(json.dumps(data_state))
-            (staging / "config.json").write_text(json.dumps(config_lib.to_dict(self._config), indent=1))
-            if jax.default_backend() == "cpu":
-                # A CPU array may be written from its own memory, which the next step takes over.
-                state = jax.tree.map(jnp.copy, state)
-            rest = state.replace(params=None)  # type: ignore[attr-defined]
-            items = ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params), rest=ocp.args.StandardSave(_plain(rest))
-            )
-            self._orbax.save(staging / "state", args=items)
+            if self._job.leads:
+                self._check_space(step, state)
+                (staging / "data").mkdir(parents=True)
+                (staging / "config.json").write_text(json.dumps(config_lib.to_dict(self._config), indent=1))
+            self._job.barrier(f"save-{step}-begun")
+            for stream in data_state if self._job.is_alone else streams:
+                (staging / "data" / f"{stream}.json").write_text(json.dumps(data_state[stream]))
+            arrays.save(self._orbax, staging / "state", state)
         except _STORAGE_ERRORS as error:
+            if self._is_of_the_job(error):
+                raise
             raise self._failed(step, staging, error) from error
-        self._pending = self._finisher.submit(self._finish, step, staging, final)
+        self._pending = self._finisher.submit(self._finish, step, staging)
 
     def poll(self) -> None:
         """Raises the error of a save that has failed by now; returns at once."""
@@ -104,18 +117,31 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _finish(self, step: int, staging: pathlib.Path, final: pathlib.Path) -> None:
+    def _finish(self, step: int, staging: pathlib.Path) -> None:
+        job, final = self._job, self._folder / f"{step:08d}"
         try:
             self._orbax.wait_until_finished()
-            manifest.write(staging)
-            if final.exists():
-                manifest.set_aside(final)
-            staging.rename(final)
-            manifest.sync(self._folder)
+            job.barrier(f"save-{step}-written")
+            files = job.gather(f"save-{step}-files", manifest.fingerprints(staging, job.index, job.count))
+            if job.leads:
+                manifest.write(staging, {name: file for part in files for name, file in part.items()})
+                if final.exists():
+                    manifest.set_aside(final)
+                staging.rename(final)
+                manifest.sync(self._folder)
+            job.barrier(f"save-{step}-done")
         except _STORAGE_ERRORS as error:
+            if self._is_of_the_job(error):
+                raise
             raise self._failed(step, staging, error) from error
-        for old in list(_complete(self._folder))[self._config.checkpoint.keep :]:
-            shutil.rmtree(old)
+        if job.leads:
+            for old in list(_complete(self._folder))[self._config.checkpoint.keep :]:
+                shutil.rmtree(old)
+
+    def _is_of_the_job(self, error: BaseException) -> bool:
+        """Whether waiting for the other processes failed, and not the disk."""
+        causes = (error, error.__cause__)
+        return not self._job.is_alone and any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes)
 
     def _check_space(self, step: int, state: TrainState) -> None:
         needed = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -135,15 +161,29 @@ class Checkpointer:
         )
 
     def restore(self, abstract: TrainState) -> Restored | None:
-        """The newest checkpoint that is whole, or None where there is none at all.
+        """The newest checkpoint that is whole, or None where there is none at all; the same one in every process.
 
         Damaged ones are set aside, with a message; nothing is deleted.
 
         Args:
-          abstract: shapes, dtypes and shardings to restore to.
+          abstract: shapes, dtypes and shardings to restore to; any mesh, ZeRO stage and precision will do.
         Raises:
           UserError: the run in this workdir has another configuration, or every checkpoint is damaged.
         """
+        name = self._job.decide("restore", self._newest_whole)
+        if name is None:
+            return None
+        path = self._folder / name
+        if not path.is_dir():
+            raise UserError(
+                f"process {self._job.index} does not see {path}, which process 0 does; put --workdir on a disk that "
+                "all machines share"
+            )
+        state = arrays.restore(self._orbax, path / "state", abstract, self._config.precision.loss_scale)
+        places = {file.stem: json.loads(file.read_text()) for file in (path / "data").glob("*.json")}
+        return Restored(state, places, int(name))
+
+    def _newest_whole(self) -> str | None:
         found = False
         for path in _complete(self._folder):
             found = True
@@ -152,20 +192,21 @@ class Checkpointer:
                 self._say(f"skipping checkpoint {path}: {damage}; set aside as {manifest.set_aside(path).name}")
                 continue
             check_same_run(json.loads((path / "config.json").read_text()), self._config, path)
-            rest = abstract.replace(params=None)  # type: ignore[attr-defined]
-            items = ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract.params), rest=ocp.args.StandardRestore(_plain(rest))
-            )
-            loaded = self._orbax.restore((path / "state").absolute(), args=items)
-            leaves = jax.tree.leaves(loaded["rest"])
-            state = jax.tree.unflatten(jax.tree.structure(rest), leaves).replace(params=loaded["params"])
-            return Restored(state, json.loads((path / "data.json").read_text()), int(path.name))
+            return path.name
         if found:
             raise UserError(
                 f"every checkpoint in {self._folder} is damaged; they were set aside as *{manifest.DAMAGED}; "
                 "run the same command again to start over, or bring back a good copy"
             )
         return None
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for what is being written; but not where a job has failed, as those it waits for may be gone."""
+        if kind is None or self._job.is_alone:
+            self.close()
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -206,14 +247,8 @@ def load_model(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
             continue
         config = config_lib.from_dict(json.loads((path / "config.json").read_text()))
         abstract = specs.abstract(specs.param_specs(architectures.resolve(config.model)), jnp.float32)
-        with ocp.StandardCheckpointer() as reader:
-            return config, reader.restore((path / "state" / "params").absolute(), abstract)
+        return config, arrays.restore_params((path / "state").absolute(), abstract)
     raise UserError(f"{workdir} has no usable checkpoint ({'; '.join(reasons) or 'none was completed'})")
-
-
-def _plain(tree: Any) -> list[jax.Array]:
-    """The leaves as a list: an optimizer's own containers need not be known to read a checkpoint."""
-    return jax.tree.leaves(tree)
 
 
 def _complete(folder: pathlib.Path) -> Iterator[pathlib.Path]:

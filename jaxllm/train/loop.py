@@ -1,13 +1,10 @@
 """The training loop: data in, steps run, and everything that happens between steps."""
 
 import contextlib
-import fcntl
-import json
 import math
 import pathlib
 import signal
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,17 +12,22 @@ import numpy as np
 from rich.console import Console
 
 from jaxllm import architectures, mesh, programs
-from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.data import pipeline, sources
-from jaxllm.errors import RunError, UserError
+from jaxllm.data.streams import Batch
+from jaxllm.errors import RunError
 from jaxllm.interop import tokenizer
 from jaxllm.ledger import bill
+from jaxllm.train import shares
+from jaxllm.train import workdir as workdir_lib
 from jaxllm.train.checkpoint import Checkpointer
 from jaxllm.train.clock import Clock
 from jaxllm.train.display import Display
+from jaxllm.train.distributed import Job
 from jaxllm.train.evaluation import Evaluation, evaluate
 from jaxllm.train.metrics import MetricsWriter
+from jaxllm.train.stopping import Stop
+from jaxllm.train.watch import Watch
 
 
 class Trainer:
@@ -35,12 +37,23 @@ class Trainer:
       config: of the run.
       workdir: made where it is missing; holds config.json, checkpoints/, metrics.jsonl and ledger.json.
       console: for everything a person reads.
+      job: the processes that train together, each with a Trainer like this one; process 0 writes the workdir.
+      watch: of this process over the others.
     Raises:
       UserError: the configuration, the data or the workdir cannot be used; nothing has been changed.
     """
 
-    def __init__(self, config: Config, workdir: pathlib.Path, console: Console):
+    def __init__(
+        self,
+        config: Config,
+        workdir: pathlib.Path,
+        console: Console,
+        job: Job | None = None,
+        watch: Watch | None = None,
+    ):
         self.clock = Clock()
+        self._job = job or Job()
+        self._watch = watch or Watch(self._job)
         self._config, self._workdir, self._console = config, workdir, console
         self._model = architectures.resolve_config(config)
         self._mesh = mesh.make_mesh(config.mesh)
@@ -48,22 +61,28 @@ class Trainer:
         self._bill = bill.TrainingBill(config, self._model, console)
         vocab_size = self._model.vocab_size
         split = sources.split(config.data, vocab_size)
-        self._data = pipeline.train_iterator(config.data, config.train.batch_size, vocab_size=vocab_size, split=split)
+        size = config.train.batch_size
+        self._batches = mesh.batch_sharding(self._mesh)
+        streams = shares.streams_of_processes(shares.rows_of_processes(self._batches, size), size, config.data.streams)
+        self._owned = [str(stream) for stream in shares.owned_streams(streams, self._job.index)]
+        self._data = pipeline.train_iterator(
+            config.data, size, streams[self._job.index], vocab_size=vocab_size, split=split
+        )
         self._held_out = pipeline.validation_batches(
             config.data, config.train.batch_size, config.eval.batches, vocab_size=vocab_size, split=split
         )
         has_text = config.data.source != "tokens"
         self._byte_lengths = tokenizer.load(config.data.tokenizer).byte_lengths() if has_text else None
-        self._stop = StopSignal()
         self._tracing = False
 
     def run(self) -> int:
         """Trains to the last step. Returns the exit status: 0, or 128 + the signal that asked to stop."""
-        self._workdir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_only_run_in(self._workdir))
-            checkpoints = Checkpointer(self._workdir, self._config, self._say)
-            stack.callback(checkpoints.close)
+            if self._job.leads:
+                self._workdir.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(workdir_lib.only_run_in(self._workdir))
+            checkpoints = stack.enter_context(Checkpointer(self._workdir, self._config, self._say, self._job))
+            self._watch.last_good = lambda: checkpoints.last_good
             return self._run(checkpoints)
 
     def _run(self, checkpoints: Checkpointer) -> int:
@@ -76,8 +95,9 @@ class Trainer:
                 f"train on, or sample from it:\n{self._next_command()}"
             )
             return 0
-        _write_config(self._workdir, config)
-        self._bill.show()
+        if self._job.leads:
+            workdir_lib.write_config(self._workdir, config)
+            self._bill.show()
         if restored:
             self._data.set_state(restored.data_state)
             state = restored.state
@@ -89,9 +109,11 @@ class Trainer:
         train_step = programs.train_step(config, self._recipe, self._mesh).compile()
         eval_step = programs.eval_step(config, self._recipe, self._mesh).compile()
         self._say(f"compiled in {self.clock.lap('compile'):.1f} s")
-        with MetricsWriter(self._workdir, first, config.log.tensorboard) as metrics, self._stop:
+        recorded = self._workdir if self._job.leads else None
+        with MetricsWriter(recorded, first, config.log.tensorboard) as metrics, Stop(self._job, first) as stop:
+            self._watch.tick, self._watch.is_hurried = stop.tick, lambda: stop.is_agreeing
             metrics.write("event", first, event="resume" if first else "start", jax=jax.__version__)
-            return self._steps(first, state, train_step, eval_step, checkpoints, metrics)
+            return self._steps(first, state, train_step, eval_step, checkpoints, metrics, stop)
 
     def _steps(
         self,
@@ -101,6 +123,7 @@ class Trainer:
         eval_step: jax.stages.Compiled,
         checkpoints: Checkpointer,
         metrics: MetricsWriter,
+        stop: Stop,
     ) -> int:
         config, clock, last = self._config, self.clock, self._config.train.steps
         display = Display(
@@ -111,11 +134,11 @@ class Trainer:
             """Waits for a step's metrics, records them, and stops the run where they are not finite."""
             numbers = {name: float(value) for name, value in values.items()}
             seconds = clock.lap("steps")
-            padding = documents.size - numbers["tokens"]
+            padding = config.train.batch_size * config.data.sequence_length - numbers["tokens"]
             metrics.write("step", step, **numbers, padding=padding, seconds=seconds)
             display.update(step, numbers["loss"], numbers["tokens"], seconds)
             for name in ("loss", "grad_norm"):
-                if not math.isfinite(numbers[name]):
+                if not (math.isfinite(numbers[name]) or _is_overflow(numbers, name)):
                     metrics.write("event", step, event="not finite", field=name)
                     checkpoints.wait()  # the newest may still be on its way, and was good
                     raise RunError(
@@ -131,24 +154,25 @@ class Trainer:
             for step in range(first + 1, last + 1):
                 self._trace(step, first)
                 batch = next(self._data)
-                state, values = train_step(state, self._place(batch))
+                stop.begin(step)
+                state, values = train_step(state, self._place(batch, self._data.rows))
                 if waiting:  # one step behind, so that the device never waits for the host
                     settle(*waiting)
                 waiting = (step, values, batch["documents"])
                 checkpoints.poll()
 
-                stopping = self._stop.received  # read once: a signal may come at any line below
+                stopping = stop.after(step)  # asked once: a signal may come at any line below
                 evaluating = step == last or _due(step, config.eval.every)
                 saving = step == last or _due(step, config.checkpoint.every) or stopping > 0
                 if not (evaluating or saving or step == first + 2):
                     continue
                 settle(*waiting)
                 waiting = None
-                if step == first + 2:
+                if step == first + 2 and self._job.leads:
                     self._bill.reconcile(self._workdir, train_step, state)
                     clock.lap("ledger")
                 if saving:
-                    checkpoints.save(step, state, self._data.get_state())
+                    checkpoints.save(step, state, self._data.get_state(), self._owned)
                     metrics.write("event", step, event="save")
                     clock.lap("checkpoints")
                 if evaluating:
@@ -163,15 +187,17 @@ class Trainer:
                     return 128 + stopping
         checkpoints.wait()
         clock.lap("checkpoints")
-        self._report(first)
+        self._report(first, state)
         return 0
 
-    def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        placed = mesh.sharding(self._mesh, ("batch", "sequence"))
-        return jax.device_put({name: batch[name] for name in pipeline.BATCH_FIELDS}, placed)
+    def _place(self, batch: Batch, rows: np.ndarray) -> dict[str, jax.Array]:
+        return shares.place(batch, rows, self._batches, self._config.train.batch_size)
 
     def _evaluate(self, step: int, eval_step: Callable[..., Any], params: Any, metrics: MetricsWriter) -> Evaluation:
-        result = evaluate(eval_step, params, self._held_out, self._place, self._byte_lengths)
+        every_row = np.arange(self._config.train.batch_size)  # each process reads all of these few batches
+        result = evaluate(
+            eval_step, params, self._held_out, lambda batch: self._place(batch, every_row), self._byte_lengths
+        )
         metrics.write("eval", step, **result._asdict())
         bits = f", {result.bits_per_byte:.3f} bits per byte" if result.bits_per_byte is not None else ""
         self._say(f"step {step:,}: validation loss {result.loss:.3f}{bits} ({result.tokens:,} tokens)")
@@ -181,7 +207,7 @@ class Trainer:
         """Starts and stops the profiler's trace around the steps that the configuration names."""
         log = self._config.log
         begin = max(log.profile_start, first + 1)
-        if log.profile_steps and step == begin:
+        if log.profile_steps and step == begin and self._job.leads:
             jax.profiler.start_trace(str(self._workdir / "profile"))
             self._tracing = True
             self._say(f"tracing {log.profile_steps:,} steps from step {begin:,} into {self._workdir / 'profile'}")
@@ -194,7 +220,10 @@ class Trainer:
             jax.profiler.stop_trace()
             self._tracing = False
 
-    def _report(self, first: int) -> None:
+    def _report(self, first: int, state: Any) -> None:
+        if state.loss_scale is not None:
+            last, applied = self._config.train.steps, int(state.step)
+            self._say(f"{applied:,} updates applied, {last - applied:,} skipped where fp16 gradients overflowed")
         clock, steps = self.clock, self._config.train.steps - first
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.seconds.items())
         self._say(f"{steps:,} steps in {clock.total:.1f} s: {parts}")
@@ -207,40 +236,9 @@ class Trainer:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class StopSignal:
-    """Turns SIGTERM and SIGINT into a request that the loop meets between steps; a second one is immediate."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        self.received = number
-        signal.signal(number, self._previous[number])
-
-
-@contextlib.contextmanager
-def _only_run_in(workdir: pathlib.Path) -> Iterator[None]:
-    """Two runs in one workdir would each delete what the other has saved."""
-    with (workdir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"another run is training in {workdir}; wait for it, or use another --workdir") from error
-        yield
-
-
-def _write_config(workdir: pathlib.Path, config: Config) -> None:
-    (workdir / "config.json").write_text(json.dumps(config_lib.to_dict(config), indent=1) + "\n")
+def _is_overflow(numbers: dict[str, float], name: str) -> bool:
+    """Whether a number is not finite because a loss scale was too high, which the next step's is not."""
+    return numbers.get("skipped", 0.0) > 0 and (numbers["loss_scale"] > 1 or name != "loss")
 
 
 def _due(step: int, every: int) -> bool:

@@ -9,9 +9,13 @@ MANIFEST = "manifest.json"
 DAMAGED = ".damaged"
 
 
-def write(folder: pathlib.Path) -> None:
-    """Records every file below `folder` in its manifest; all of it is on the disk when this returns."""
-    files = {str(path.relative_to(folder)): fingerprint(path) for path in _files_below(folder)}
+def fingerprints(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, list[int]]:
+    """Fingerprints of the files below `folder`, by their paths in it; of every `parts`-th one, from `part` on."""
+    return {str(path.relative_to(folder)): fingerprint(path) for path in _files_below(folder)[part::parts]}
+
+
+def write(folder: pathlib.Path, files: dict[str, list[int]]) -> None:
+    """Records the fingerprints of every file below `folder`; all of it is on the disk when this returns."""
     _write_durably(folder / MANIFEST, json.dumps({"files": files}))
 
 

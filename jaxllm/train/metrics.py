@@ -1,14 +1,16 @@
 """The record of a run: `metrics.jsonl` always, TensorBoard where it is asked for.
 
 One JSON object a line, told apart by "kind": `step` (loss in nats a token, grad_norm, lr, tokens trained on,
-padding tokens beside them, seconds), `eval`, and `event` (start, resume, save, stop).
+padding tokens beside them, seconds; with a loss scale also loss_scale, and skipped: 1 where gradients overflowed and
+no update was made), `eval`, and `event` (start, resume, save, stop, not finite). A step is a batch trained on; of a
+job of many processes, process 0 keeps the one record.
 """
 
 import json
 import os
 import pathlib
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from jaxllm.errors import UserError
 
@@ -17,18 +19,21 @@ class MetricsWriter:
     """Appends to a workdir's record; each line is flushed, so a killed run loses none that it wrote.
 
     Args:
-      workdir: of the run.
-      first_step: updates already made; what a killed run recorded after them is removed, as it will be done again.
+      workdir: of the run; None records nothing, as in the processes beside the first.
+      first_step: steps already done; what a killed run recorded after them is removed, as it will be done again.
       tensorboard: also write event files to `workdir/tensorboard`.
     Raises:
       UserError: tensorboard without its extra.
     """
 
-    def __init__(self, workdir: pathlib.Path, first_step: int, tensorboard: bool):
+    def __init__(self, workdir: pathlib.Path | None, first_step: int, tensorboard: bool):
+        self._file: TextIO | None = None
+        self._tensorboard: Any = None
+        if workdir is None:
+            return
         path = workdir / "metrics.jsonl"
         _forget_after(path, first_step)
         self._file = path.open("a")
-        self._tensorboard: Any = None
         if tensorboard:
             try:
                 import tensorboardX
@@ -41,7 +46,9 @@ class MetricsWriter:
             )
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Records `values` after `step` updates."""
+        """Records `values` after `step` steps."""
+        if self._file is None:
+            return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._tensorboard is not None and kind != "event":
@@ -55,7 +62,8 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -15,7 +15,7 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import Architecture, OptimizerConfig
-from jaxllm.model.specs import ParamSpec, map_specs, param_specs
+from jaxllm.model.specs import ParamSpec, is_spec, map_specs, param_specs
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
@@ -52,6 +52,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
 def make_optimizer(config: OptimizerConfig, model: Architecture) -> optax.GradientTransformation:
     """The direction of descent, decoupled weight decay included: params ← params − lr · direction.
 
+    It computes in float32, whatever the dtypes of parameters, gradients and moments: in float16 Adam's epsilon is 0,
+    and in bfloat16 a second moment stops growing. Between updates moments are in `config.moment_dtype`.
+
     Sources: Adam, Kingma & Ba 2015; AdamW, Loshchilov & Hutter 2019; Adafactor, Shazeer & Stern 2018 (its
     update is relative to each array's RMS); Lion, Chen et al. 2023; Muon, Jordan 2024, scaled to Adam's RMS
     as in Liu et al. 2025, on the matrices inside blocks, and Nesterov Adam on embeddings, head, biases and norms.
@@ -74,7 +77,48 @@ def make_optimizer(config: OptimizerConfig, model: Architecture) -> optax.Gradie
     decays = map_specs(lambda spec: spec.decays, param_specs(model))
     # Adam with decay is called AdamW; the plain name stays plain.
     weight_decay = 0.0 if name == "adam" else config.weight_decay
-    return optax.chain(direction, optax.add_decayed_weights(weight_decay, decays) if weight_decay else optax.identity())
+    decay = optax.add_decayed_weights(weight_decay, decays) if weight_decay else optax.identity()
+    return _in_float32(optax.chain(direction, decay), jnp.dtype(config.moment_dtype), param_specs(model))
+
+
+def _in_float32(
+    optimizer: optax.GradientTransformation, moment_dtype: jnp.dtype, specs: Any
+) -> optax.GradientTransformation:
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def moments(state: Any, dtype: jnp.dtype) -> Any:
+        return map_state(lambda x, _, spec: x if spec is None else x.astype(dtype), state, specs)
+
+    def init(params: Any) -> Any:
+        return moments(optimizer.init(cast(params)), moment_dtype)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        held = moments(state, jnp.dtype(jnp.float32))
+        direction, held = optimizer.update(cast(gradients), held, cast(params))
+        return direction, moments(held, moment_dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+def map_state(function: Callable[[Any, str, ParamSpec | None], Any], opt_state: Any, specs: Any) -> Any:
+    """The optimizer state with `function(leaf, name, spec)` in place of each leaf.
+
+    `name` and `spec` are those of the parameter that a leaf belongs to: its path ends with the parameter's. They are
+    "" and None for counters. A factored moment has another shape than its parameter.
+    """
+    by_path = {
+        tuple(map(str, path)): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    }
+
+    def visit(path: Any, leaf: Any) -> Any:
+        keys = tuple(map(str, path))
+        for start in range(len(keys)):
+            if keys[start:] in by_path:
+                return function(leaf, "".join(keys[start:]), by_path[keys[start:]])
+        return function(leaf, "", None)
+
+    return jax.tree_util.tree_map_with_path(visit, opt_state)
 
 
 def _muon(config: OptimizerConfig, model: Architecture) -> optax.GradientTransformation:

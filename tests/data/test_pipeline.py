@@ -2,18 +2,20 @@
 
 import collections
 import json
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from jaxllm.config import DataConfig
+from jaxllm.data import documents as documents_lib
 from jaxllm.data import pipeline, sources
 from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import ByteTokenizer
 
 
-class Memory(sources.Documents):
+class Memory(documents_lib.Documents):
     """Documents from a list: texts, or arrays of tokens."""
 
     def __init__(self, items):
@@ -33,11 +35,14 @@ class Memory(sources.Documents):
 TEXTS = [f"{n}:" + "abcdefghij"[: n % 10] * (n % 7) for n in range(40)]
 
 
-def train(items, batch_size=4, process_index=0, process_count=1, **fields):
+ONE_STREAM = [[27, 5, 27, 27], [3, 5, 34, 24], [12, 19, 6, 10], [6, 6, 19, 19]]
+
+
+def train(items, batch_size=4, only=None, **fields):
     source = "text" if isinstance(items[0], str) else "tokens"
     config = DataConfig(source=source, **{"sequence_length": 16, "shuffle_window": 8} | fields)
     split = sources.Split(Memory(items), Memory(items))
-    return pipeline.train_iterator(config, batch_size, process_index, process_count, split=split)
+    return pipeline.train_iterator(config, batch_size, only, split=split)
 
 
 def held(items, batch_size=4, limit=1000, **fields):
@@ -215,18 +220,97 @@ def test_a_state_of_other_data_is_refused():
         train(TEXTS[:-1]).set_state(state)
 
 
-def test_two_hosts_share_an_epoch():
+def joined(iterators):
+    """One global batch of several processes' iterators."""
+    batches = [next(iterator) for iterator in iterators]
+    rows = np.concatenate([iterator.rows for iterator in iterators])
+    assert sorted(rows) == list(range(len(rows)))
+    return {key: np.concatenate([batch[key] for batch in batches])[np.argsort(rows)] for key in batches[0]}
+
+
+def shares(processes, streams=4):
+    return [range(p * streams // processes, (p + 1) * streams // processes) for p in range(processes)]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_batches_do_not_depend_on_the_number_of_processes(processes):
+    whole = train(TEXTS, 8, streams=4)
+    parts = [train(TEXTS, 8, share, streams=4) for share in shares(processes)]
+    for _ in range(25):
+        assert same(joined(parts), next(whole))
+    other = train(TEXTS, 8, streams=2)
+    assert not same(next(other), next(train(TEXTS, 8, streams=4)))  # on the number of streams they do
+
+
+def test_a_process_reads_only_the_documents_of_its_streams():
+    reads = set()
+
+    class Counted(Memory):
+        def __getitem__(self, i):
+            reads.add(i)
+            return super().__getitem__(i)
+
+    config = DataConfig(source="text", sequence_length=16, streams=4, shuffle=False, shuffle_window=1)
+    iterator = pipeline.train_iterator(config, 8, [1], split=sources.Split(Counted(TEXTS), Memory(TEXTS)))
+    reads.clear()  # of the check of lengths
+    for _ in range(10):
+        next(iterator)
+    assert reads
+    assert all(i % 4 == 1 for i in reads)
+
+
+def test_resuming_with_another_number_of_processes_goes_on_with_the_same_batches():
+    """Sixteen streams, so that one process reads them without threads of their own and four with."""
+    whole = train(TEXTS, 16, streams=16)
+    parts = [train(TEXTS, 16, share, streams=16) for share in shares(2, 16)]
+    for _ in range(5):
+        joined(parts)
+        next(whole)
+    state = {}
+    for part in parts:
+        state |= part.get_state()
+    state = json.loads(json.dumps(state))
+    want = [next(whole) for _ in range(6)]
+    for processes in (1, 4, 2):
+        resumed = [train(TEXTS, 16, share, streams=16) for share in shares(processes, 16)]
+        for part in resumed:
+            part.set_state(state)
+        assert all(same(joined(resumed), batch) for batch in want), processes
+    del state["3"]
+    with pytest.raises(UserError, match="no saved place in stream 3"):
+        resumed[0].set_state(state)
+
+
+def test_streams_share_an_epoch_and_hold_every_target_once():
     texts = [f"{n:02d}" + "x" * 14 for n in range(40)]
-    hosts = [train(texts, 4, index, 2, shuffle_window=5) for index in range(2)]
+    parts = [train(texts, 4, share, streams=2, shuffle_window=5) for share in shares(2, 2)]
     for _ in range(2):  # epochs
-        batches = [[next(host) for _ in range(10)] for host in hosts]
+        batches = [[next(part) for _ in range(10)] for part in parts]
         assert batches[0][0]["tokens"].shape == (2, 16)
-        shares = [{int(i) for batch in share for i in batch["documents"].ravel()} for share in batches]
-        assert not shares[0] & shares[1]
-        assert shares[0] | shares[1] == set(range(40))
+        held = [{int(i) for batch in share for i in batch["documents"].ravel()} for share in batches]
+        assert not held[0] & held[1]
+        assert held[0] | held[1] == set(range(40))
         assert targets_of(batches[0] + batches[1]) == expected_targets(texts)
-    with pytest.raises(UserError, match=r"batch_size \(5\) is not a multiple of the number of hosts \(2\)"):
-        train(texts, 5, 0, 2)
+
+
+def test_one_stream_is_what_it_always_was():
+    """Recorded before there were streams: a run of that time goes on as it was."""
+    documents = [next(it)["documents"][:, 0].tolist() for it in [train(TEXTS)] for _ in range(4)]
+    assert documents == ONE_STREAM
+
+
+def test_streams_that_cannot_be_filled_are_refused():
+    with pytest.raises(UserError, match=r"batch_size \(5\) is not a multiple of config.data.streams \(2\).*: 6"):
+        train(TEXTS, 5, streams=2)
+    with pytest.raises(UserError, match=r"streams \(8\) is more than the training documents \(5\)"):
+        train([text * 20 for text in TEXTS[5:10]], 8, streams=8)
+
+
+def test_threads_are_bounded():
+    before = threading.active_count()
+    iterator = train(TEXTS * 4, 64, streams=64)
+    next(iterator)
+    assert threading.active_count() - before <= 2 * pipeline._READING_THREADS
 
 
 def test_documents_can_be_named():

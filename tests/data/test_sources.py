@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from jaxllm.config import DataConfig
+from jaxllm.data import documents as documents_lib
 from jaxllm.data import sources
 from jaxllm.errors import UserError
 
@@ -46,7 +47,7 @@ def write_lines(path, records, opener=open):
 
 
 def test_python_library():
-    one, two = sources.PythonLibrary(), sources.PythonLibrary()
+    one, two = documents_lib.PythonLibrary(), documents_lib.PythonLibrary()
     names = [one.name(i) for i in range(len(one))]
     assert names == sorted(names)
     assert names == [two.name(i) for i in range(len(two))]
@@ -69,8 +70,8 @@ def test_python_library_leaves_out_what_is_not_text(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    found = sources.PythonLibrary()
+    monkeypatch.setattr(documents_lib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    found = documents_lib.PythonLibrary()
     assert [found[i] for i in range(len(found))] == [
         {"name": "a.py", "text": "x = 1\n"},
         {"name": "b/c.py", "text": "y\r\n"},
@@ -84,7 +85,7 @@ def test_lone_text_file_is_cut_at_lines_without_loss(tmp_path):
     offsets = sorted(documents, key=lambda name: int(name.split(":")[1]))
     assert offsets[0] == "a.txt:0"
     assert "".join(documents[name] for name in offsets) == text
-    assert len(offsets) >= sources.LONE_FILE_PIECES
+    assert len(offsets) >= documents_lib.LONE_FILE_PIECES
     assert documents[offsets[0]].endswith("\n")
     parts = sources.split(data("text", tmp_path / "a.txt", validation_fraction=0.2), 257)
     assert 0 < len(parts.validation) < len(parts.training)
@@ -94,7 +95,7 @@ def test_a_long_line_is_cut_between_characters(tmp_path):
     text = "a" + "日" * 10_000
     (tmp_path / "a.txt").write_bytes(text.encode())
     documents = everything(data("text", tmp_path / "a.txt"))
-    assert len(documents) >= sources.LONE_FILE_PIECES
+    assert len(documents) >= documents_lib.LONE_FILE_PIECES
     assert "".join(documents[name] for name in sorted(documents, key=lambda name: int(name.split(":")[1]))) == text
 
 
@@ -109,8 +110,8 @@ def test_several_text_files_are_held_out_whole_and_pieces_are_bounded(tmp_path):
     assert files[0] | files[1] == {f"sub/{n}.txt" for n in range(6)}
     assert not files[0] & files[1]
     sizes = [len(text) for text in everything(config).values()]
-    assert max(sizes) <= sources.PIECE_BYTES
-    assert max(sizes) > sources.PIECE_BYTES - len(line)
+    assert max(sizes) <= documents_lib.PIECE_BYTES
+    assert max(sizes) > documents_lib.PIECE_BYTES - len(line)
     assert all(size % len(line) == 0 for size in sizes)
 
 
@@ -202,7 +203,7 @@ def test_error_no_match_and_empty(tmp_path):
     assert "b.txt is empty" in message(data("text", tmp_path / "*.txt"))
 
 
-@pytest.mark.parametrize("before", [0, 10, sources._CHUNK - 1, sources._CHUNK + 5])
+@pytest.mark.parametrize("before", [0, 10, documents_lib.CHUNK - 1, documents_lib.CHUNK + 5])
 def test_error_text_not_utf8_names_the_byte(tmp_path, before):
     (tmp_path / "a.txt").write_bytes(b"a" * before + b"\xe6\x97" + b"tail")
     assert f"a.txt is not UTF-8 at byte {before} " in message(data("text", tmp_path / "a.txt"))

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import models
 import pytest
 
+from jaxllm import mesh, programs
 from jaxllm.architectures import ARCHITECTURES
-from jaxllm.config import Config
+from jaxllm.config import Config, MeshConfig, RematConfig
 from jaxllm.hardware import Device, published
-from jaxllm.ledger import compute
+from jaxllm.ledger import compute, hlo, products
 from jaxllm.ledger.rows import Unknown
 from jaxllm.model import transformer
 from jaxllm.model.specs import abstract, param_specs, parameter_count
@@ -53,11 +54,81 @@ def test_forward_flops_are_what_xla_counts(model):
 
 
 def test_backward_is_twice_forward_and_remat_is_one_more():
+    """Full remat runs every product of the blocks again but the MLP's last, whose result no gradient reads."""
     model = ARCHITECTURES["gpt2"]
     forward = compute.forward_flops(model, 8, 64)
     head = 2 * model.vocab_size * model.width * 8 * 64
+    last = 2 * model.width * model.mlp_width * model.layers * 8 * 64
     assert compute.train_step(model, run(), "fp32").flops == 3 * forward
-    assert compute.train_step(model, run(remat="full"), "fp32").flops == 4 * forward - head
+    assert compute.train_step(model, run(remat="full"), "fp32").flops == 4 * forward - head - last
+
+
+SIZES = {"vocab_size": 512, "layers": 6, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 512}
+PRODUCTS = dataclasses.replace(models.ROTARY, **SIZES)
+# Every norm and cap, and no layer outside the loop: there a CPU's XLA merges what is computed twice.
+CAPPED = dataclasses.replace(models.SLIDING, layers=8, width=64)
+POLICIES = ("none", "full", "sqrt", "dots", "names:attn_context", "names:attn_probs", "names:attn_qkv,mlp_up")
+
+
+def compiled_flops(model, config) -> int:
+    recipe = programs.make_recipe(config, model, "cpu")
+    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    found = products.products(hlo.parse(program.compile().as_text()))
+    assert not found.uncounted
+    assert not found.unknown_loops
+    return found.flops
+
+
+@pytest.mark.parametrize("chunk", [0, 32])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_flops_of_a_step_are_those_of_its_products(policy, chunk):
+    """Exact, recomputation included."""
+    for model in (PRODUCTS, CAPPED) if policy in ("none", "full") else (PRODUCTS,):
+        config = run(2, 128, policy)
+        config.precision.policy, config.optimizer.name, config.train.attention_chunk = "fp32", "sgd", chunk
+        assert compute.train_step(model, config, "fp32", "cpu").flops == compiled_flops(model, config)
+
+
+def test_flops_of_one_of_many_devices():
+    config = run(8, 128, "full")
+    config.precision.policy, config.train.accumulate = "fp32", 2
+    config.mesh.data, config.mesh.tensor, config.mesh.zero = 2, 2, 3
+    assert compute.train_step(PRODUCTS, config, "fp32").flops == compiled_flops(PRODUCTS, config)
+    alone = dataclasses.replace(config, mesh=MeshConfig())
+    assert compute.train_step(PRODUCTS, alone, "fp32").flops == 4 * compute.train_step(PRODUCTS, config, "fp32").flops
+
+
+@pytest.mark.parametrize(("experts", "each"), [(4, 2), (16, 2)])
+def test_experts_multiply_their_own_tokens(experts, each):
+    """In blocks that are not all full, and not all experts with all tokens."""
+    model = dataclasses.replace(PRODUCTS, experts=experts, experts_per_token=each, mlp_width=128, layers=4)
+    config = run(2, 128, "full")
+    config.precision.policy, config.optimizer.name = "fp32", "sgd"
+    recipe = programs.make_recipe(config, model, "cpu")
+    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    found = products.products(hlo.parse(program.compile().as_text()))
+    # XLA counts a few sums over tokens as products beside.
+    assert compute.train_step(model, config, "fp32", "cpu").flops == pytest.approx(found.flops, rel=0.005)
+    dense = dataclasses.replace(model, experts=0, mlp_width=each * 128)
+    assert found.flops < 1.6 * compute.train_step(dense, config, "fp32", "cpu").flops
+
+
+def test_a_product_forgotten_in_recomputation_is_caught():
+    config = run(2, 128, "full")
+    config.precision.policy, config.optimizer.name = "fp32", "sgd"
+    kept = dataclasses.replace(config, remat=RematConfig("names:attn_out"))
+    assert compute.train_step(PRODUCTS, kept, "fp32").flops != compiled_flops(PRODUCTS, config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "gemma3-27b", "mixtral-8x7b"])
+def test_recomputation_lies_between_none_and_full(name):
+    """More tags kept, less work; `sqrt` is the most: its groups run once more, and then each of their blocks."""
+    flops = {
+        policy: compute.train_step(ARCHITECTURES[name], run(8, 1024, policy), "bf16").flops
+        for policy in ("none", "dots", "names:attn_qkv,mlp_up,mlp_gate", "names:attn_qkv", "full", "sqrt")
+    }
+    assert list(flops.values()) == sorted(flops.values())
+    assert flops["full"] < 4 / 3 * flops["none"]
 
 
 def test_model_flops_are_6n_and_visible_pairs():

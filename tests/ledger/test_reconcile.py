@@ -29,7 +29,8 @@ LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 10_000)
 
 def test_all_columns_and_gaps():
     result = reconcile(LEDGER, {"peak": 1000}, {"peak": 1250}, STATE)
-    weights, optimizer, persistent, peak = result.lines
+    weights, optimizer, persistent, activations, peak = result.lines
+    assert isinstance(activations.gap("device"), Unknown)
     assert [line.gap("device") for line in (weights, optimizer, persistent)] == [0.0, 0.0, 0.0]
     assert peak.gap("compiled") == pytest.approx(0.2)
     assert peak.gap("device") == pytest.approx(-0.04)

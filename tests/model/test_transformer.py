@@ -188,17 +188,20 @@ def test_segments_do_not_see_each_other(name):
 
 
 @pytest.mark.parametrize("name", models.ALL)
-def test_unroll_and_remat_change_nothing(name):
+def test_unrolling_and_attention_in_chunks_change_nothing(name):
     model = models.ALL[name]
     params, tokens, positions = make(model)
+    segments = jnp.where(jnp.arange(20) < 9, 1, 2)[None].repeat(2, 0)
 
-    def loss(params, model, remat):
-        hidden, _, balance = transformer.forward(params, tokens, positions, model, remat=remat)
+    def loss(params, model, chunk):
+        hidden, _, balance = transformer.forward(
+            params, tokens, positions, model, segments=segments, attention_chunk=chunk
+        )
         return jnp.square(hidden).mean() + balance
 
-    want = jax.jit(jax.grad(loss), static_argnums=(1, 2))(params, model, "none")
-    for variant, remat in ((dataclasses.replace(model, unroll=2), "none"), (model, "full")):
-        got = jax.jit(jax.grad(loss), static_argnums=(1, 2))(params, variant, remat)
+    want = jax.jit(jax.grad(loss), static_argnums=(1, 2))(params, model, 0)
+    for variant, chunk in ((dataclasses.replace(model, unroll=2), 0), (model, 5)):
+        got = jax.jit(jax.grad(loss), static_argnums=(1, 2))(params, variant, chunk)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), got, want)
 
 

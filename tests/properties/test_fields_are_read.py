@@ -96,9 +96,36 @@ def test_the_footprint_ignores_what_does_not_matter():
     assert footprint(unused) == footprint(models.ROTARY)
 
 
-def test_mesh_fields_are_read():
-    for field in dataclasses.fields(MeshConfig):
-        one, two = runs.tiny_config("unused"), runs.tiny_config("unused")
-        setattr(two.mesh, field.name, 2)
-        model = architectures.resolve(one.model)
-        assert memory.training(model, one, "fp32").rows != memory.training(model, two, "fp32").rows
+def ledger_rows(**fields):
+    """Of a run on 2 × 2 devices; `fields` are `section_field=value`."""
+    config = runs.tiny_config("unused", mesh_data=2, mesh_replica=2, train_batch_size=16, train_accumulate=2)
+    config.model.kv_heads, config.remat.policy = 2, "names:attn_qkv"
+    for name, value in fields.items():
+        section, _, field = name.partition("_")
+        setattr(getattr(config, section), field, value)
+    return memory.training(architectures.resolve(config.model), config, "bf16").rows
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(MeshConfig)])
+def test_mesh_field_is_read(field):
+    values = (1, 2, 3) if field == "zero" else (1, 4) if field != "tensor" else (2,)
+    for value in values:
+        assert ledger_rows(**{f"mesh_{field}": value}) != ledger_rows(), value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train_batch_size", 32),
+        ("train_accumulate", 4),
+        ("train_loss_chunk", 16),
+        ("train_attention_chunk", 8),
+        ("data_sequence_length", 64),
+        ("remat_policy", "full"),
+        ("optimizer_name", "lion"),
+        ("optimizer_moment_dtype", "bfloat16"),
+        ("optimizer_offload", "all"),
+    ],
+)
+def test_field_of_a_run_changes_its_bill(field, value):
+    assert ledger_rows(**{field: value}) != ledger_rows()

@@ -160,7 +160,7 @@ def test_full_disk_is_told_before_writing(tmp_path, run, monkeypatch):
 def test_failed_background_write_is_told_and_leaves_the_last_good(tmp_path, run, monkeypatch):
     folder = saved(tmp_path, run, (1,))
 
-    def full(path):
+    def full(path, files):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.manifest, "write", full)

@@ -12,7 +12,8 @@ import pytest
 import runs
 
 from jaxllm.errors import RunError, UserError
-from jaxllm.train import checkpoint, metrics
+from jaxllm.train import checkpoint, loop, metrics
+from jaxllm.train import workdir as workdir_lib
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,38 @@ def test_not_finite_stops_with_step_documents_and_last_good(corpus, tmp_path):
     assert newest == step - 1, "a state that is not finite is never saved as good"
 
 
+def test_an_overflow_of_fp16_is_a_skipped_step_and_not_a_failure(corpus, tmp_path):
+    # So high a scale overflows again and again until it has halved enough; then updates are made.
+    config = runs.tiny_config(corpus, precision_policy="fp16", precision_loss_scale=2.0**30, train_steps=24)
+    status, text = runs.train(config, tmp_path)
+    assert status == 0, text
+    records = steps_of(tmp_path)
+    skipped = [r["skipped"] for r in records]
+    assert 0 < sum(skipped) < 24
+    assert skipped[0] == 1
+    assert [r["step"] for r in records] == list(range(1, 25)), "a step is a batch, applied or not"
+    assert f"{24 - sum(skipped):.0f} updates applied, {sum(skipped):.0f} skipped" in text
+    rates = [r["lr"] for r in records]
+    applied = skipped.index(0.0)
+    assert set(rates[: applied + 1]) == {rates[0]}, "the schedule follows the updates"
+    assert rates[applied + 1] != rates[0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "fails"),
+    [
+        ({"loss": float("inf"), "skipped": 1.0, "loss_scale": 2.0}, False),
+        ({"loss": 3.0, "grad_norm": float("inf"), "skipped": 1.0, "loss_scale": 1.0}, False),
+        ({"loss": float("nan"), "skipped": 1.0, "loss_scale": 1.0}, True),
+        ({"loss": float("nan"), "skipped": 0.0, "loss_scale": 2.0}, True),
+        ({"loss": float("nan")}, True),
+    ],
+)
+def test_which_numbers_end_a_run(numbers, fails):
+    bad = [name for name, value in numbers.items() if not np.isfinite(value)]
+    assert any(not loop._is_overflow(numbers, name) for name in bad) == fails
+
+
 def test_workdir_of_another_configuration_is_refused_and_unchanged(corpus, whole):
     before = sorted((p, p.stat().st_mtime_ns) for p in whole[0].rglob("*") if p.name != ".lock" and p.is_file())
     with pytest.raises(UserError, match=r"config.optimizer.peak_lr was 0.01 and is 0.02"):
@@ -119,9 +152,7 @@ def test_workdir_of_another_configuration_is_refused_and_unchanged(corpus, whole
 
 
 def test_two_runs_in_one_workdir(corpus, tmp_path):
-    from jaxllm.train import loop
-
-    with loop._only_run_in(tmp_path), pytest.raises(UserError, match="another run"):
+    with workdir_lib.only_run_in(tmp_path), pytest.raises(UserError, match="another run"):
         runs.train(runs.tiny_config(corpus), tmp_path)
 
 
@@ -136,7 +167,7 @@ def test_two_runs_in_one_workdir(corpus, tmp_path):
         (["--config.model.heads=3"], "kv_heads"),
         (["--config.train.batch_sise=3"], "train.batch_size"),
         (["--config.train.steps=many"], "many"),
-        (["--config.mesh.data=64", "--config.train.batch_size=64"], "config.mesh.data"),
+        (["--config.mesh.data=64", "--config.train.batch_size=64"], "config.mesh wants 64"),
         (["--nonsense=1"], "--nonsense"),
     ],
 )

@@ -1,5 +1,7 @@
 """Schedules, update rules, and what weight decay and Muon apply to."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import models
@@ -8,7 +10,7 @@ import pytest
 
 from jaxllm.config import CHOICES, OptimizerConfig
 from jaxllm.model import specs
-from jaxllm.train.optimizer import clip_by_global_norm, make_optimizer, make_schedule
+from jaxllm.train.optimizer import clip_by_global_norm, make_optimizer, make_schedule, map_state
 
 MODEL = models.EXPERTS
 PARAMS = specs.initialize(specs.param_specs(MODEL), jax.random.key(0), jnp.float32)
@@ -96,6 +98,55 @@ def test_zero_gradient_gives_zero_adam_update():
     for _ in range(3):
         direction, state = optimizer.update(jax.tree.map(jnp.zeros_like, PARAMS), state, PARAMS)
         assert all(not d.any() for d in jax.tree.leaves(direction))
+
+
+def test_zero_gradient_of_float16_weights_gives_zero_adam_update():  # optax#1755
+    """Adam's epsilon, 1e-8, is 0 in float16: the update must not be computed there."""
+    optimizer = make_optimizer(OptimizerConfig(name="adam"), MODEL)
+    weights = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    state = optimizer.init(weights)
+    for _ in range(3):
+        direction, state = optimizer.update(zeros, state, weights)
+        assert all(d.dtype == jnp.float32 and not d.any() for d in jax.tree.leaves(direction))
+    assert np.float16(OptimizerConfig().eps) == 0, "the guard is for this"
+
+
+def test_second_moment_of_bfloat16_weights_is_float32():  # optax#1552
+    """1000 steps of one gradient: in bfloat16 the average of its square would stop growing."""
+    config = OptimizerConfig(name="adam", b2=0.999)
+    optimizer = make_optimizer(config, MODEL)
+    whole = jax.tree.map(lambda p: jnp.ones((), jnp.bfloat16), PARAMS)
+    gradients = jax.tree.map(lambda p: jnp.full((), 1e-3, jnp.bfloat16), whole)
+    state = optimizer.init(whole)
+    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+
+    def many(state):
+        return jax.lax.fori_loop(0, 1000, lambda _, s: optimizer.update(gradients, s, whole)[1], state)
+
+    second = jax.tree.leaves(jax.jit(many)(state))[-1]
+    gradient = float(jnp.asarray(1e-3, jnp.bfloat16))
+    assert float(second) == pytest.approx(gradient**2 * (1 - 0.999**1000), rel=1e-4)
+    # What it would be with the moment itself in bfloat16.
+    narrow = make_optimizer(dataclasses.replace(config, moment_dtype="bfloat16"), MODEL)
+    assert {x.dtype for x in jax.tree.leaves(narrow.init(whole))} == {jnp.dtype("bfloat16"), jnp.dtype("int32")}
+    state = jax.jit(lambda s: jax.lax.fori_loop(0, 1000, lambda _, s: narrow.update(gradients, s, whole)[1], s))(
+        narrow.init(whole)
+    )
+    assert float(jax.tree.leaves(state)[-1]) < 0.7 * float(second)
+
+
+def test_moments_are_found_by_their_parameter():
+    """Every leaf of every optimizer's state but its counters belongs to one parameter."""
+    tree = specs.param_specs(MODEL)
+    for name in CHOICES["optimizer.name"]:
+        state = make_optimizer(OptimizerConfig(name=name), MODEL).init(PARAMS)
+        owners = []
+        map_state(lambda leaf, owner, spec, owners=owners: owners.append((leaf, owner, spec)), state, tree)
+        counters = [leaf for leaf, owner, _ in owners if not owner]
+        assert all(leaf.size <= 3 for leaf in counters), name
+        for leaf, owner, spec in owners:
+            assert not owner or name == "adafactor" or leaf.shape == spec.shape, (name, owner)
 
 
 def test_clipping():

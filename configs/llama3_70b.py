@@ -1,0 +1,37 @@
+"""Llama 3 70B on 64 H100 or 64 chips of TPU v5p: ZeRO 3, blocks recomputed, 2 M tokens a step.
+
+Command:   python -m jaxllm.train --distributed --config configs/llama3_70b.py --config.data.path='data/train*.bin'
+           on every host (experiments/cluster/ has the scripts)
+Data:      token ids of the Llama 3 tokenizer as uint32, flat files.
+Bill:      39.98 GiB at its peak (XLA plans 41.70; for v5p 54.38 of 88.48), 12.32 GiB between steps, of 74.51 GiB
+           (python -m jaxllm.ledger --config configs/llama3_70b.py --device h100 [--compile])
+"""
+
+from jaxllm.config import Config
+
+
+def get_config() -> Config:
+    config = Config()
+
+    config.model.name = "llama3-70b"
+
+    config.data.source = "tokens"
+    config.data.path = "data/train*.bin"
+    config.data.token_dtype = "uint32"
+    config.data.sequence_length = 8192
+    config.data.streams = 64
+
+    config.optimizer.peak_lr = 1.5e-4
+    config.optimizer.final_lr_fraction = 0.1
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.weight_decay = 0.1
+
+    config.precision.policy = "bf16"
+    config.remat.policy = "full"
+    config.mesh.data, config.mesh.zero = 64, 3
+    config.train.batch_size = 256
+    config.train.accumulate = 4
+    config.train.loss_chunk = 2048
+    config.train.attention_chunk = 512
+    config.train.steps = 100_000
+    return config

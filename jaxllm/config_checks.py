@@ -1,0 +1,153 @@
+"""The relations between the fields of a configuration: one clear line for the first that does not hold."""
+
+from jaxllm import remat_policy
+from jaxllm.config import Architecture, Config, check_types, field_paths
+from jaxllm.errors import UserError
+
+
+def check_architecture(model: Architecture) -> None:
+    """Relations between the numbers of one architecture.
+
+    Raises:
+      UserError: names both fields and a fix.
+    """
+    for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "context_length"):
+        if getattr(model, name) < 1:
+            raise UserError(f"config.model.{name} is {getattr(model, name)}; it must be at least 1")
+    if model.heads % model.kv_heads:
+        raise UserError(
+            f"config.model.heads ({model.heads}) is not a multiple of config.model.kv_heads ({model.kv_heads}); "
+            f"set kv_heads to a divisor of {model.heads}"
+        )
+    if not model.pattern or set(model.pattern) - {"full", "sliding"}:
+        raise UserError(f"config.model.pattern is {model.pattern!r}; it lists layer kinds, each 'full' or 'sliding'")
+    if "sliding" in model.pattern and model.window < 1:
+        raise UserError(
+            f"config.model.window is {model.window} while config.model.pattern has sliding layers; "
+            "set window to the tokens such a layer sees"
+        )
+    if model.positions == "rotary" and model.head_dim % 2:
+        raise UserError(
+            f"config.model.head_dim ({model.head_dim}) is odd while config.model.positions is 'rotary', "
+            "which turns pairs; make head_dim even"
+        )
+    if model.rope_scaling in ("llama3", "yarn") and model.rope_original_context < 1:
+        raise UserError(
+            f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
+            f"{model.rope_original_context}; set rope_original_context to the context before scaling"
+        )
+    if not model.rope_factor > 0:  # a NaN too
+        raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
+    if model.experts and not 1 <= model.experts_per_token <= model.experts:
+        raise UserError(
+            f"config.model.experts_per_token ({model.experts_per_token}) must be between 1 and "
+            f"config.model.experts ({model.experts})"
+        )
+    if model.unroll < 1:
+        raise UserError(f"config.model.unroll is {model.unroll}; it must be at least 1 (1 is no unrolling)")
+
+
+def check(config: Config, model: Architecture) -> None:
+    """All of a run's configuration: types, choices, and the relations between fields.
+
+    Args:
+      config: the tree as the user wrote it.
+      model: its model, resolved by `jaxllm.architectures.resolve`.
+    Raises:
+      UserError: one line naming the fields and the fix.
+    """
+    check_types(config)
+    check_architecture(model)
+    data, train, optimizer = config.data, config.train, config.optimizer
+    for path, least in _LEAST.items():
+        value = field_paths(config)[path]
+        if value < least:
+            raise UserError(f"config.{path} is {value}; it must be at least {least}")
+    if data.sequence_length > model.context_length:
+        raise UserError(
+            f"config.data.sequence_length ({data.sequence_length}) is longer than config.model.context_length "
+            f"({model.context_length}); shorten the first or raise the second"
+        )
+    if data.source != "python" and not data.path:
+        raise UserError(
+            f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob"
+        )
+    if not 0 < data.validation_fraction < 1:
+        raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
+    _check_mesh(config, model)
+    remat_policy.parse(config.remat.policy)
+    if optimizer.warmup_steps > train.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) is more than config.train.steps "
+            f"({train.steps}); shorten the warm-up"
+        )
+    if optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
+            f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
+        )
+    if not optimizer.peak_lr > 0:  # a NaN too
+        raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
+
+
+def _check_mesh(config: Config, model: Architecture) -> None:
+    mesh, train, length = config.mesh, config.train, config.data.sequence_length
+    if mesh.zero not in (0, 1, 2, 3):
+        raise UserError(f"config.mesh.zero is {mesh.zero}; the stages are 0, 1, 2 and 3")
+    rows = train.accumulate * mesh.replica * mesh.data
+    if train.batch_size % rows:
+        raise UserError(
+            f"config.train.batch_size ({train.batch_size}) is not a multiple of config.train.accumulate "
+            f"({train.accumulate}) × config.mesh.replica ({mesh.replica}) × config.mesh.data ({mesh.data}); "
+            f"the next that is: {_next_multiple(train.batch_size, rows)}"
+        )
+    if train.batch_size % config.data.streams:
+        raise UserError(
+            f"config.train.batch_size ({train.batch_size}) is not a multiple of config.data.streams "
+            f"({config.data.streams}); the next that is: {_next_multiple(train.batch_size, config.data.streams)}"
+        )
+    if train.attention_chunk and length % train.attention_chunk:
+        raise UserError(
+            f"config.data.sequence_length ({length}) is not a multiple of config.train.attention_chunk "
+            f"({train.attention_chunk}); set the second to a divisor of the first, or to 0"
+        )
+    # The vocabulary is padded to the axis; what else is split over it must divide.
+    split = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.mlp_width": model.mlp_width}
+    for path, size in (split | {"data.sequence_length": length}).items():
+        if size % mesh.tensor:
+            raise UserError(
+                f"config.{path} ({size}) does not divide over config.mesh.tensor ({mesh.tensor}); "
+                f"set config.mesh.tensor to a divisor of {size}"
+            )
+
+
+_LEAST: dict[str, int] = {
+    "data.sequence_length": 2,
+    "data.shuffle_window": 1,
+    "data.streams": 1,
+    "mesh.replica": 1,
+    "mesh.data": 1,
+    "mesh.tensor": 1,
+    "train.steps": 1,
+    "train.batch_size": 1,
+    "train.accumulate": 1,
+    "train.loss_chunk": 1,
+    "train.attention_chunk": 0,
+    "precision.loss_scale": 1,
+    "precision.loss_scale_growth": 1,
+    "optimizer.warmup_steps": 0,
+    "optimizer.decay_steps": 0,
+    "optimizer.clip_norm": 0,
+    "optimizer.weight_decay": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "eval.every": 0,
+    "eval.batches": 1,
+    "log.every": 1,
+    "log.profile_start": 0,
+    "log.profile_steps": 0,
+}
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of

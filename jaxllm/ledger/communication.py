@@ -1,0 +1,151 @@
+"""What the devices of a training run send each other in one step, in closed form.
+
+Counted as the ZeRO paper counts (Rajbhandari et al. 2020, section 7): gathering or reduce-scattering Ψ elements moves
+Ψ, and an all-reduce is one of each, 2Ψ. With Ψ parameters, data-parallel training moves 2Ψ at stages 0 to 2 and 3Ψ at
+stage 3. Tensor parallelism moves activations: with its sequence in shares (Korthikanti et al. 2022, section 4.2) a
+layer has two gathers and two reduce-scatters of M·D elements in each pass, and those of what is recomputed.
+
+Left out: single numbers (norms, losses, counts of tokens), and what Muon and Adafactor exchange for updates of whole
+matrices, which the partitioner writes. Counted though the backward pass can do without: biases gathered a second time.
+Outside of loops a compiler may find that what is gathered again has been gathered before; XLA's does on a CPU.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from jaxllm.config import Architecture, Config
+from jaxllm.ledger import setting as setting_lib
+from jaxllm.ledger.dataflow import block
+from jaxllm.ledger.setting import FLOAT32, Parameter, Setting
+
+Op = Literal["all-gather", "reduce-scatter", "all-reduce"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One kind of collective over a whole step.
+
+    Attributes:
+      name: what it moves, and when.
+      op: which collective.
+      axes: of the mesh, that its devices lie along.
+      devices: that take part with one.
+      elements: put together or summed, in all its runs.
+      itemsize: bytes of one.
+    """
+
+    name: str
+    op: Op
+    axes: tuple[str, ...]
+    devices: int
+    elements: int
+    itemsize: int
+
+    @property
+    def volume(self) -> int:
+        """Elements a device sends, in the ZeRO paper's count."""
+        return self.elements * (2 if self.op == "all-reduce" else 1)
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that a device sends where the others are in one ring: (n − 1)/n of the volume's."""
+        return self.volume * self.itemsize * (self.devices - 1) / self.devices
+
+
+def train_step(model: Architecture, config: Config, policy_name: str) -> tuple[Transfer, ...]:
+    """Every transfer of one update on one device; none where there is one device.
+
+    Raises:
+      UserError: an array cannot be split as the mesh wants it.
+    """
+    setting = setting_lib.make(model, config, policy_name, "gpu")
+    made = (*_weights(setting), *_gradients(setting), *_activations(setting))
+    return tuple(transfer for transfer in made if transfer.elements and transfer.devices > 1)
+
+
+def _transfer(setting: Setting, name: str, op: Op, axes: tuple[str, ...], elements: int, itemsize: int = 0) -> Transfer:
+    there = tuple(axis for axis in axes if setting.mesh[axis] > 1)
+    devices = math.prod(setting.mesh[axis] for axis in there)
+    return Transfer(name, op, there, devices, elements, itemsize or setting.compute)
+
+
+def padded(setting: Setting, parameters: list[Parameter]) -> int:
+    """Numbers of arrays put together from their shares over `data`, padding included."""
+    return sum(setting.per_device(parameter.share) for parameter in parameters) * setting.mesh["data"]
+
+
+def _weights(setting: Setting) -> Iterator[Transfer]:
+    data, accumulate = ("data",), setting.config.train.accumulate
+    everything = list(setting.parameters)
+    if setting.stage in (1, 2) and setting.mixed:
+        yield _transfer(setting, "weights, from masters", "all-gather", data, padded(setting, everything))
+    elif setting.stage in (1, 2):
+        # What is updated in shares is put together at the end of the step, as it is stored.
+        count = padded(setting, everything)
+        yield _transfer(setting, "weights, updated", "all-gather", data, count, setting.store)
+    elif setting.stage == 3:
+        once = setting.select("embed", "final_norm", "head")
+        # Under `sqrt` a block of a group runs twice before its gradients are taken.
+        passes = 3 if setting.group_size > 1 else 2
+        for name, parameters, times in (
+            ("layers, in each pass", setting.select("layers"), passes * accumulate),
+            ("layers after the loop, in each pass", setting.select("tail"), 2 * accumulate),
+            # XLA takes them out of the loop over micro-batches.
+            ("embeddings, norm and head", once, 1),
+        ):
+            count = padded(setting, parameters) * times
+            yield _transfer(setting, f"weights: {name}", "all-gather", data, count)
+
+
+def _gradients(setting: Setting) -> Iterator[Transfer]:
+    accumulate, stage = setting.config.train.accumulate, setting.stage
+    # Sums over micro-batches are float32; stages 2 and 3 add up what is scattered already.
+    summed = FLOAT32 if setting.accumulates else setting.compute
+    everything = list(setting.parameters)
+    if stage:
+        size = summed if stage == 1 else setting.compute
+        count = padded(setting, everything)
+        if stage >= 2 and setting.model.tied_embeddings:  # looked up and multiplied with: two sums
+            count += padded(setting, [p for p in everything if p.name == "embed.tokens"])
+        count *= accumulate if stage > 1 else 1
+        yield _transfer(setting, "gradients", "reduce-scatter", ("data",), count, size)
+    over = ("replica",) if stage else ("replica", "data")
+
+    def held(parameter: Parameter) -> int:
+        return setting.per_device(parameter.share) if stage else setting.computing(parameter)
+
+    split = [p for p in everything if any("tensor" in axes for axes in p.weight.axes)]
+    whole = [p for p in everything if p not in split]
+    if setting.tensor == 1:
+        split, whole = everything, []
+    for name, parameters, axes in (
+        ("gradients, summed", split, over),
+        ("gradients that meet other tokens along tensor", whole, (*over, "tensor")),
+    ):
+        yield _transfer(setting, name, "all-reduce", axes, sum(map(held, parameters)), summed)
+
+
+def _activations(setting: Setting) -> Iterator[Transfer]:
+    """Over `tensor`: of a block's inputs and outputs; of embeddings and the last hidden states; of the loss."""
+    if setting.tensor == 1:
+        return
+    layers, accumulate, size = setting.model.layers, setting.config.train.accumulate, setting.group_size
+    one, width = block(setting), setting.tokens * setting.model.width
+    again = one.made_again(setting.remat.kept)
+    gathers = sum(value.moved for name, value in again.items() if name.endswith("inputs")) * layers
+    scatters = sum(value.moved for name, value in again.items() if not name.endswith("inputs")) * layers
+    if size > 1:  # and once more as a part of its group
+        grouped = setting.model.repeats * len(setting.model.pattern)
+        gathers, scatters = gathers + 2 * width * grouped, scatters + 2 * width * grouped
+    both = 2 * width * layers + width
+    tensor = ("tensor",)
+    yield _transfer(setting, "activations, forward", "all-gather", tensor, both * accumulate)
+    yield _transfer(setting, "activations, forward", "reduce-scatter", tensor, both * accumulate)
+    yield _transfer(setting, "activations, recomputed", "all-gather", tensor, gathers * accumulate)
+    yield _transfer(setting, "activations, recomputed", "reduce-scatter", tensor, scatters * accumulate)
+    yield _transfer(setting, "gradients of activations", "all-gather", tensor, both * accumulate)
+    yield _transfer(setting, "gradients of activations", "reduce-scatter", tensor, both * accumulate)
+    # The highest logit of each token, their sum and the target's.
+    yield _transfer(setting, "loss", "all-reduce", tensor, 3 * setting.step_tokens, FLOAT32)

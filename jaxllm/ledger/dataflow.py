@@ -1,0 +1,196 @@
+"""What a transformer block computes from what: the one table behind kept activations and recomputed work.
+
+With M tokens of a micro-batch on a device, t devices along `tensor`, c bytes a number in the compute dtype, X experts
+a token (1 where the MLP is dense):
+
+    value         made of                              products (FLOPs)     bytes
+    block_input                                                             M/t·D·c
+    attn_norm     block_input                                               M/t·D·c
+    attn_inputs   attn_norm, gathered over `tensor`                         never kept
+    q, k, v       attn_inputs (q and k: before norm)   2·M·D·heads/t·H      M·heads/t·H·c   tag attn_qkv
+    attn_scores   q, k (kept with a soft cap only)     2·M·N/t·T·H          M·N/t·T·4
+    attn_probs    attn_scores (kept only whole)                             M·N/t·T·4
+    attn_context  attn_probs, v                        2·M·N/t·T·H          M·N/t·H·c
+    attn_out      attn_context                         2·M·N/t·H·D          M/t·D·c
+    resid_mid     block_input, attn_out                                     M/t·D·c
+    mlp_norm      resid_mid                                                 M/t·D·c
+    mlp_up, gate  mlp_norm gathered, routing           2·M·X·D·F/t          M·X·F/t·c
+    mlp_hidden    mlp_up, mlp_gate                                          M·X·F/t·c
+    mlp_down      mlp_hidden (experts only)            2·M·X·F/t·D          M·X·D·c
+    mlp_out       mlp_hidden or mlp_down               2·M·F/t·D            M/t·D·c
+    routing       mlp_norm gathered                    2·M·D·E              never kept
+
+With experts, M·X is the number of rows in `rows_of_experts`: those of each expert fill up whole blocks.
+
+The backward pass reads some of these values. A remat policy keeps those under its tags; what it needs beside is made
+again from what is kept, and a tag that nobody reads is not kept whatever the policy says.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jaxllm.config import Architecture
+from jaxllm.ledger.setting import FLOAT32, Setting
+from jaxllm.remat_policy import TAGS
+
+BLOCK_INPUT = "block_input"
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One value of a block, on one device, for one micro-batch.
+
+    Attributes:
+      inputs: values that it is made of; weights are not among them.
+      flops: of the products that make it, forward.
+      bytes: that it takes.
+      tag: under which a policy can keep it; "" where none can.
+      moved: numbers that the collective over `tensor` which makes it puts together or sums up.
+    """
+
+    inputs: tuple[str, ...]
+    flops: int = 0
+    bytes: int = 0
+    tag: str = ""
+    moved: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block's values by name, and those that its backward pass reads.
+
+    Attributes:
+      chunked: whether attention takes its queries in chunks, each of which makes its scores once more for its own
+        gradients (Rabe & Staats 2021).
+    """
+
+    values: Mapping[str, Value]
+    read: tuple[str, ...]
+    chunked: bool
+
+    def kept(self, tags: tuple[str, ...]) -> dict[str, int]:
+        """Tag -> bytes that wait for the backward pass, the block's input aside."""
+        found: dict[str, int] = {}
+        for name in self._needed(tags)[0]:
+            value = self.values[name]
+            found[value.tag] = found.get(value.tag, 0) + value.bytes
+        return {tag: found[tag] for tag in TAGS if tag in found}
+
+    def made_again(self, tags: tuple[str, ...]) -> dict[str, Value]:
+        """Values that the backward pass makes a second time where these tags are kept."""
+        return {name: self.values[name] for name in self._needed(tags)[1]}
+
+    def flops_again(self, tags: tuple[str, ...]) -> int:
+        """Of the products that make them."""
+        again = self.made_again(tags)
+        flops = sum(value.flops for value in again.values())
+        # The chunks' own scores; the others are for the context, where that is not kept.
+        if self.chunked and "attn_scores" in again and "attn_context" in again:
+            flops += again["attn_scores"].flops
+        return flops
+
+    def _needed(self, tags: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        """(values kept, values made again)."""
+        kept: list[str] = []
+        made: list[str] = []
+        waiting = list(self.read)
+        while waiting:
+            name = waiting.pop()
+            if name == BLOCK_INPUT or name in kept or name in made:
+                continue
+            if self.values[name].tag in tags:
+                kept.append(name)
+            else:
+                made.append(name)
+                waiting += self.values[name].inputs
+        return kept, made
+
+    @property
+    def flops(self) -> int:
+        """Of its forward pass."""
+        return sum(value.flops for value in self.values.values())
+
+
+def block(setting: Setting) -> Block:
+    """The block of a run's model; all layers are alike to it, windows and all."""
+    return _block(
+        setting.model,
+        setting.tokens,
+        setting.length,
+        setting.tensor,
+        setting.compute,
+        setting.config.train.attention_chunk > 0,
+    )
+
+
+def rows_of_experts(assignments: int, experts: int) -> int:
+    """Rows that experts multiply, used or not, for so many tokens times experts of each.
+
+    They lie in blocks of one expert each. A block is a power of two from 8 to 512, half of an average expert's rows at
+    most; there are as many as the worst distribution needs (`jaxllm.kernels.grouped`).
+    """
+    half = min(512, assignments // (2 * experts))
+    block_rows = max(8, 1 << max(half.bit_length() - 1, 0))
+    filled = min(assignments, experts)
+    return (filled + (assignments - filled) // block_rows) * block_rows
+
+
+@functools.lru_cache(maxsize=64)
+def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -> Block:
+    D, H, N, K = model.width, model.head_dim, model.heads // t, model.kv_heads // t
+    sandwich = model.norm_placement == "sandwich"
+    own = M // t * D * c
+    everyone = M * D if t > 1 else 0
+    values = {
+        BLOCK_INPUT: Value((), bytes=own),
+        "attn_norm": Value((BLOCK_INPUT,), bytes=own, tag="attn_norm"),
+        "attn_inputs": Value(("attn_norm",), moved=everyone),
+    }
+    for name, heads in (("q", N), ("k", K), ("v", K)):
+        flops, size = 2 * M * D * heads * H, M * heads * H * c
+        if model.qk_norm and name != "v":
+            values[f"{name}, before its norm"] = Value(("attn_inputs",), flops)
+            values[name] = Value((f"{name}, before its norm",), 0, size, "attn_qkv")
+        else:
+            values[name] = Value(("attn_inputs",), flops, size, "attn_qkv")
+    pairs, scores = 2 * M * N * T * H, M * N * T * FLOAT32
+    values |= {
+        "attn_scores": Value(
+            ("q", "k"), pairs, scores, "attn_scores" if model.attention_softcap and not chunked else ""
+        ),
+        "attn_probs": Value(("attn_scores",), 0, scores, "" if chunked else "attn_probs"),
+        "attn_context": Value(("attn_probs", "v"), pairs, M * N * H * c, "attn_context"),
+        "attn_out": Value(("attn_context",), 2 * M * N * H * D, own, "attn_out", everyone),
+        "resid_mid": Value((BLOCK_INPUT, "attn_out"), 0, own, "resid_mid"),
+        "mlp_norm": Value(("resid_mid",), 0, own, "mlp_norm"),
+        "mlp_inputs": Value(("mlp_norm",), moved=everyone),
+    }
+    read = ["attn_inputs", "q", "k", "v", "attn_probs", "attn_context", "resid_mid", "mlp_inputs"]
+    if model.qk_norm:
+        read += ["q, before its norm", "k, before its norm"]
+    if model.attention_softcap:
+        read.append("attn_scores")
+    if sandwich:
+        read += ["attn_out", "mlp_out"]
+    more, reads = _mlp(model, M, t, c)
+    return Block(values | more, (*read, *reads), chunked)
+
+
+def _mlp(model: Architecture, M: int, t: int, c: int) -> tuple[dict[str, Value], tuple[str, ...]]:
+    D, F, E = model.width, model.mlp_width // t, model.experts
+    R = rows_of_experts(M * model.experts_per_token, E) if E else M
+    everyone = M * D if t > 1 else 0
+    inner, product = R * F * c, 2 * R * D * F
+    inputs: tuple[str, ...] = ("mlp_inputs", "routing") if E else ("mlp_inputs",)
+    names = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
+    values = {name: Value(inputs, product, inner, name) for name in names}
+    values["mlp_hidden"] = Value(names, 0, inner, "mlp_hidden")
+    out = M // t * D * c
+    if not E:
+        values["mlp_out"] = Value(("mlp_hidden",), product, out, "mlp_out", everyone)
+        return values, (*names, "mlp_hidden")
+    values["routing"] = Value(("mlp_inputs",), 2 * M * D * E)
+    values["mlp_down"] = Value(("mlp_hidden", "routing"), product, R * D * c, "mlp_down")
+    values["mlp_out"] = Value(("mlp_down", "routing"), 0, out, "mlp_out", everyone)
+    return values, (*names, "mlp_hidden", "routing", "mlp_down")

@@ -1,0 +1,38 @@
+"""What a training run keeps between its steps, on each device and in its host's memory: exact."""
+
+import math
+
+from jaxllm.ledger import rows
+from jaxllm.ledger.rows import Row
+from jaxllm.ledger.setting import FLOAT32, Setting
+from jaxllm.ledger.slots import slot_rows
+
+# The train state's own: step (int32) and the key of its randomness (2 × uint32).
+_STATE_BYTES = 4 + 8
+# fp16: the scale (float32) and the steps since it changed (int32).
+_LOSS_SCALE_BYTES = 4 + 4
+
+
+def state_rows(setting: Setting) -> list[Row]:
+    """Rows of the persistent phase, and those of the same arrays where they are in host memory.
+
+    Stored weights are float32 masters of 16-bit ones under mixed precision. ZeRO counts masters as optimizer state,
+    so that stage 1 splits them; weights that compute as they are stored are split by stage 3 (Rajbhandari et al.
+    2020, section 5).
+    """
+    kind = "master weights" if setting.mixed else "weights"
+    phase = rows.HOST if setting.config.optimizer.offload == "all" else rows.PERSISTENT
+    own = padding = 0
+    for parameter in setting.parameters:
+        stored = setting.per_device(parameter.weight)
+        mine = parameter.spec.size * stored // math.prod(parameter.weight.shape)
+        own, padding = own + mine, padding + stored - mine
+    size = setting.store
+    made = [rows.row(kind, kind, phase, f"{own:,} × {size} B", own * size)]
+    if padding:
+        made.append(rows.row(f"padding of {kind}", kind, phase, f"{padding:,} × {size} B", padding * size))
+    made += slot_rows(setting)
+    made.append(rows.row("step and key", "state", rows.PERSISTENT, f"{FLOAT32} B + 2 × 4 B", _STATE_BYTES))
+    if setting.policy == "fp16":
+        made.append(rows.row("loss scale", "state", rows.PERSISTENT, "4 B + 4 B", _LOSS_SCALE_BYTES))
+    return made

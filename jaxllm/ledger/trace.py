@@ -1,0 +1,158 @@
+"""The trace column: exact bytes of the state and of what waits for the backward pass, from the program's own shapes.
+
+Nothing is compiled and nothing runs. The function that a training step differentiates on one device is traced as it
+is, and what its derivative holds on to (the leaves of `jax.vjp`'s function) is followed back to the tags under which
+blocks named it.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from jaxllm import mesh as mesh_lib
+from jaxllm import programs
+from jaxllm.config import Architecture, Config
+from jaxllm.ledger.rows import Unknown
+from jaxllm.mesh import BATCH_AXES
+from jaxllm.train import gradients
+from jaxllm.train.layout import make_layout
+
+# What no block named: inputs of blocks, and what embedding, positions and the last norm keep.
+OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What one device holds between the forward and the backward pass of one micro-batch, beside weights and batch.
+
+    Attributes:
+      tags: tag -> bytes; OTHER is what has none.
+      host: the same, of what is in host memory.
+      loss: of gradients that the loss takes on the way: of its inputs and of the head.
+    """
+
+    tags: Mapping[str, int]
+    host: Mapping[str, int]
+    loss: int
+
+
+def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any]:
+    """The column: bytes on one device; state that is kept in host memory is counted with the rest of it."""
+    state = abstract_state(config, model, platform)
+    return {
+        "weights": bytes_per_device(state.params),
+        "optimizer": bytes_per_device(state.opt_state),
+        "persistent": bytes_per_device(state),
+        "activations": sum(residuals(config, model, platform).tags.values()),
+        "peak": Unknown("a trace does not tell which temporaries the compiler makes"),
+    }
+
+
+def abstract_state(config: Config, model: Architecture, platform: str) -> Any:
+    """The train state's shapes, dtypes and shardings on a mesh without devices."""
+    return programs.abstract_state(config, programs.make_recipe(config, model, platform), _mesh(config))
+
+
+def bytes_per_device(tree: Any, memory: str | None = None) -> int:
+    """Of abstract arrays with shardings.
+
+    Args:
+      memory: count only what lies in this kind of memory.
+    """
+    counted = (x for x in jax.tree.leaves(tree) if memory is None or x.sharding.memory_kind == memory)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in counted)
+
+
+def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
+    """What the backward pass of a training step needs, as `jax.vjp` of the real function keeps it."""
+    recipe = programs.make_recipe(config, model, platform)
+    layout = make_layout(config, model, recipe.policy, _mesh(config))
+
+    def local(params: Any, batch: Any, factor: jax.Array) -> list[jax.Array]:
+        variables, computing = gradients.variables_of(params, recipe, layout)
+        partition = gradients.partition_of(layout)
+
+        def loss(variables: Any) -> jax.Array:
+            return gradients.loss_sums(computing(variables), batch, recipe, partition, factor)[0]
+
+        return jax.tree.leaves(jax.vjp(loss, variables)[1])
+
+    def specs(placements: Any) -> Any:
+        return jax.tree.map(lambda p: p.partition, placements, is_leaf=lambda x: isinstance(x, mesh_lib.Placement))
+
+    state = programs.abstract_state(config, recipe, _mesh(config))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
+    rows = config.train.batch_size // config.train.accumulate
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+        for name, x in programs.abstract_batch(config, _mesh(config)).items()
+    }
+    # Every result is called whole on every device, so that the shapes are those of one.
+    mapped = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(specs(layout.weights), PartitionSpec(BATCH_AXES, None), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    traced = jax.make_jaxpr(mapped)(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+    (call,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    inner = call.params["jaxpr"]
+    inner = getattr(inner, "jaxpr", inner)
+    # Constants come before the arguments; the batch's fields and the loss's factor are the last of them.
+    return _classify(inner, len(batch) + 1, model.width)
+
+
+def _mesh(config: Config) -> Any:
+    types = (AxisType.Auto,) * len(mesh_lib.AXES)  # as meshes of devices are
+    return AbstractMesh(tuple(mesh_lib.sizes(config.mesh).values()), mesh_lib.AXES, axis_types=types)
+
+
+def _classify(jaxpr: Any, of_batch: int, width: int) -> Residuals:
+    """Sorts the results of a jaxpr whose last `of_batch` arguments are a batch's, and those before them parameters."""
+    arguments = set(jaxpr.invars)
+    # What is made of parameters alone is the parameters' (copies, whole arrays gathered from shares), not activations.
+    of_tokens = set(jaxpr.invars[-of_batch:])
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(v, jax.extend.core.Literal) and v in of_tokens for v in eqn.invars):
+            of_tokens.update(eqn.outvars)
+    tags: collections.Counter[str] = collections.Counter()
+    host: collections.Counter[str] = collections.Counter()
+    loss = 0
+    for var in {id(v): v for v in jaxpr.outvars}.values():
+        if isinstance(var, jax.extend.core.Literal) or var in arguments or var not in of_tokens:
+            continue
+        size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+        tag = _tag(jaxpr, var)
+        if tag == OTHER and var.aval.ndim == 2 and var.aval.shape[1] == width:
+            loss += size
+        elif str(getattr(var.aval, "memory_space", "")).endswith("Host"):
+            host[tag] += size
+        else:
+            tags[tag] += size
+    return Residuals(dict(tags), dict(host), loss)
+
+
+def _tag(jaxpr: Any, var: Any) -> str:
+    """The name that a value was given where it was made; OTHER where there is none."""
+    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    while var in made:
+        eqn = made[var]
+        if eqn.primitive.name == "name":
+            return eqn.params["name"]
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if inner is not None:
+            inner = getattr(inner, "jaxpr", inner)
+            return _tag(inner, inner.outvars[eqn.outvars.index(var)])
+        # JAX marks what a policy keeps by this operation; the host's copy of it is a transfer.
+        if eqn.primitive.name not in ("reduce_precision", "device_put"):
+            return OTHER
+        var = eqn.invars[0]
+    return OTHER

@@ -1,0 +1,189 @@
+"""What a compiler has to be told of a device that is not there: public figures of chips, and shapes of slices.
+
+XLA takes a GPU as a text of its figures (`GpuTargetConfigProto`) and a TPU as the name of a slice. Neither needs the
+device. What can only be had from a device (ECC, links, the driver's own rates) is left out: XLA has defaults.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxllm.errors import UserError
+
+KIB, MIB = 2**10, 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """Limits of one CUDA compute capability.
+
+    Source: CUDA C++ Programming Guide 12.9, "Technical Specifications per Compute Capability" and "Arithmetic
+    Instructions" (float32 lanes). All of them have warps of 32 threads, blocks of at most 1,024 threads and 64 Ki
+    registers, and 48 KiB of shared memory a block before opting in to more.
+
+    Attributes:
+      threads, shared_memory, lanes: of one multiprocessor; threads at a time, bytes, float32 operations a clock.
+      shared_memory_per_block: bytes that a block may opt in to.
+    """
+
+    major: int
+    minor: int
+    threads: int
+    shared_memory: int
+    shared_memory_per_block: int
+    lanes: int
+
+
+AMPERE = Capability(8, 0, 2048, 164 * KIB, 163 * KIB, 64)
+ADA = Capability(8, 9, 1536, 100 * KIB, 99 * KIB, 128)
+HOPPER = Capability(9, 0, 2048, 228 * KIB, 227 * KIB, 128)
+BLACKWELL = Capability(10, 0, 2048, 228 * KIB, 227 * KIB, 128)
+
+GPUS_PER_HOST = 8
+# Of the software that `jaxllm[cuda12]` brings, at least: XLA chooses its algorithms by them.
+_CUDA, _CUDNN = "12.9.0", (9, 10)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """A CUDA device as XLA's compiler wants it told.
+
+    Attributes:
+      description: the name that its driver gives.
+      multiprocessors, clock_ghz, l2_bytes: of the whole chip; the highest clock.
+      memory_bytes, bandwidth: of the device memory, bytes and bytes/s.
+      source: of multiprocessors, clock and L2.
+    """
+
+    description: str
+    capability: Capability
+    multiprocessors: int
+    clock_ghz: float
+    l2_bytes: int
+    memory_bytes: int
+    bandwidth: float
+    source: str
+
+    platform = "cuda"
+    extra = "cuda12"
+
+    def config_text(self) -> str:
+        """The GpuTargetConfigProto, as text."""
+        cuda = self.capability
+        info = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 48 * KIB,
+            "shared_memory_per_core": cuda.shared_memory,
+            "shared_memory_per_block_optin": cuda.shared_memory_per_block,
+            "threads_per_core_limit": cuda.threads,
+            "core_count": self.multiprocessors,
+            "fpus_per_core": cuda.lanes,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "thread_dim_limit_x": 1024,
+            "thread_dim_limit_y": 1024,
+            "thread_dim_limit_z": 64,
+            "registers_per_core_limit": 64 * KIB,
+            "registers_per_block_limit": 64 * KIB,
+            "memory_bandwidth": int(self.bandwidth),
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory_bytes,
+        }
+        major, minor = _CUDNN
+        versions = {
+            "driver_version": _CUDA,
+            "runtime_version": _CUDA,
+            "compile_time_toolkit_version": _CUDA,
+            "dnn_version": f"{major}.{minor}.0",
+        }
+        lines = [f"  {name}: {value}" for name, value in info.items()]
+        lines += [f'  {name}: "{value}"' for name, value in versions.items()]
+        return "\n".join(
+            [
+                "gpu_device_info {",
+                *lines,
+                f"  cuda_compute_capability {{ major: {cuda.major} minor: {cuda.minor} }}",
+                "}",
+                'platform_name: "CUDA"',
+                f"dnn_version_info {{ major: {major} minor: {minor} }}",
+                f'device_description_str: "{self.description}"',
+                "",
+            ]
+        )
+
+    def topology(self, count: int) -> dict[str, Any]:
+        """Arguments of `jax.experimental.topologies.get_topology_desc` for so many devices, 8 to a host.
+
+        Raises:
+          UserError: more than a host's, and not whole hosts.
+        """
+        if count > GPUS_PER_HOST and count % GPUS_PER_HOST:
+            low = count // GPUS_PER_HOST * GPUS_PER_HOST
+            raise UserError(
+                f"{count} GPUs are not whole hosts of {GPUS_PER_HOST}; the nearest counts are {low} and "
+                f"{low + GPUS_PER_HOST}"
+            )
+        hosts, gpus = max(count // GPUS_PER_HOST, 1), min(count, GPUS_PER_HOST)
+        return {"platform": self.platform, "target_config": self.config_text(), "topology": f"1x{hosts}x{gpus}"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuTarget:
+    """A TPU generation, as its compiler names it.
+
+    Source: Google Cloud TPU documentation, the page of each version ("configurations").
+
+    Attributes:
+      generation: v4, v5e, v5p, v6e.
+      dimensions: of the torus that its chips are wired to.
+      largest: chips of the largest slice of powers of two.
+      megacore: whether two cores have to be joined to one device by name; newer ones are one device as they are.
+    """
+
+    generation: str
+    dimensions: int
+    largest: int
+    megacore: bool = False
+
+    platform = "tpu"
+    extra = "tpu"
+
+    def shape(self, count: int) -> tuple[int, ...]:
+        """Chips along each dimension of a slice: powers of two, as even as can be, ones last. 8 are 2x4, or 2x2x2.
+
+        Raises:
+          UserError: no such slice; names the nearest.
+        """
+        if count < 1 or count & (count - 1) or count > self.largest:
+            below = min(2 ** int(math.log2(max(count, 1))), self.largest)
+            near = f"{below} and {below * 2}" if below < self.largest else f"{below}"
+            raise UserError(
+                f"a {self.generation} slice of {count} chips is not among those compiled for (powers of two up to "
+                f"{self.largest}); the nearest: {near}"
+            )
+        doublings = int(math.log2(count))
+        sizes = [2 ** ((doublings + i) // self.dimensions) for i in range(self.dimensions)]
+        return (*(size for size in sizes if size > 1), *(1 for size in sizes if size == 1))
+
+    def topology(self, count: int) -> dict[str, Any]:
+        """Arguments of `jax.experimental.topologies.get_topology_desc` for so many chips.
+
+        Raises:
+          UserError: as `shape`.
+        """
+        shape = self.shape(count)
+        arguments: dict[str, Any] = {
+            "platform": self.platform,
+            "topology_name": f"{self.generation}:{'x'.join(map(str, shape))}",
+        }
+        if count < 4:  # smaller than the host of 2 × 2 chips that is taken otherwise
+            arguments["chips_per_host_bounds"] = [*shape, 1][:3]
+        if self.megacore:
+            arguments["chip_config_name"] = "megacore"
+        return arguments
+
+
+Target = GpuTarget | TpuTarget

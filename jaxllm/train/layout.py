@@ -1,0 +1,146 @@
+"""Where the train state and the gradients of a run lie: ZeRO stage, tensor parallelism, host memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllm import mesh as mesh_lib
+from jaxllm.config import Architecture, Config
+from jaxllm.errors import UserError
+from jaxllm.mesh import Kind, Placement
+from jaxllm.model.specs import ParamSpec, is_spec, param_specs
+from jaxllm.train.optimizer import map_state
+from jaxllm.train.precision import Policy
+from jaxllm.train.state import TrainState
+
+HOST = "pinned_host"
+# Their updates are of whole rows and columns, which padding would change.
+_NOT_ELEMENTWISE = ("adafactor", "muon")
+_KINDS: tuple[Kind, ...] = ("weights", "moments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Attributes:
+    mesh: of the run.
+    stage: of ZeRO.
+    specs, weights, gradients, moments: trees of the parameters' shape; the last three of `Placement`s.
+    shares: the placements of arrays that are split over `data`, whatever the stage.
+    host_moments, host_weights: kept in host memory between updates.
+    """
+
+    mesh: Mesh
+    stage: int
+    specs: Any
+    weights: Any
+    gradients: Any
+    moments: Any
+    shares: Any
+    host_moments: bool
+    host_weights: bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    def constrain(self, tree: Any, placements: Any) -> Any:
+        """The arrays of a tree, laid out so."""
+        if self.mesh.size == 1:
+            return tree
+
+        def one(placement: Placement, x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, mesh_lib.place(self.mesh, placement))
+
+        return jax.tree.map(one, placements, tree, is_leaf=_is_placement)
+
+    def state_shardings(self, state: TrainState, on_device: bool = False) -> TrainState:
+        """A sharding for every array of a state.
+
+        Args:
+          on_device: where the arrays are during an update, be they kept in host memory or not.
+        """
+
+        def memory(host: bool) -> str | None:
+            return ("device" if on_device else HOST) if host else None
+
+        def moment(leaf: Any, _: str, spec: ParamSpec | None) -> Any:
+            if spec is None or leaf.ndim == 0:
+                return whole
+            placement = by_spec[id(spec)]
+            if leaf.shape != placement.shape:  # a factored moment, or the placeholder of one: whole on every device
+                placement = Placement(leaf.shape, ((),) * leaf.ndim, None)
+            return mesh_lib.place(self.mesh, placement, memory(self.host_moments))
+
+        specs = jax.tree.leaves(self.specs, is_leaf=is_spec)
+        placements = jax.tree.leaves(self.moments, is_leaf=_is_placement)
+        by_spec = {id(spec): placement for spec, placement in zip(specs, placements, strict=True)}
+        whole: Any = mesh_lib.replicated(self.mesh)
+        return TrainState(
+            step=whole,
+            params=jax.tree.map(
+                lambda placement: mesh_lib.place(self.mesh, placement, memory(self.host_weights)),
+                self.weights,
+                is_leaf=_is_placement,
+            ),
+            opt_state=map_state(moment, state.opt_state, self.specs),
+            key=whole,
+            loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
+        )
+
+    def params_on_device(self, state: TrainState) -> Any:
+        """The stored weights, brought from host memory where they are kept there."""
+        if not self.host_weights:
+            return state.params
+        return jax.device_put(state.params, self.state_shardings(state, on_device=True).params)
+
+
+def _is_placement(node: Any) -> bool:
+    return isinstance(node, Placement)
+
+
+def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh) -> Layout:
+    """The layout that a configuration asks for.
+
+    Raises:
+      UserError: it cannot be had; names the tensor, the axis and the sizes.
+    """
+    stage, offload = config.mesh.zero, config.optimizer.offload
+    if offload == "all" and not policy.mixed:
+        raise UserError(
+            f"config.optimizer.offload is 'all' and config.precision.policy {policy.name!r} has no master weights: "
+            "what computes stays on the device; set it to 'moments', or the policy to bf16"
+        )
+    specs = param_specs(model)
+    placed = {kind: mesh_lib.placements(specs, config.mesh, kind, policy.mixed) for kind in _KINDS}
+    if config.optimizer.name in _NOT_ELEMENTWISE:
+        if offload != "none":
+            raise UserError(
+                f"config.optimizer.offload is {offload!r} and config.optimizer.name={config.optimizer.name} does not "
+                "update array by array; set offload to 'none', or use adamw"
+            )
+        _refuse_padding(specs, placed["moments"], config.optimizer.name)
+    return Layout(
+        mesh=mesh,
+        stage=stage,
+        specs=specs,
+        weights=placed["weights"],
+        # Stage 1 holds them whole through the backward pass and scatters their sum.
+        gradients=placed["moments"],
+        moments=placed["moments"],
+        shares=mesh_lib.placements(specs, dataclasses.replace(config.mesh, zero=3), "weights", policy.mixed),
+        host_moments=offload != "none",
+        host_weights=offload == "all",
+    )
+
+
+def _refuse_padding(specs: Any, placements: Any, optimizer: str) -> None:
+    paths = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    for (path, spec), placement in zip(paths, jax.tree.leaves(placements, is_leaf=_is_placement), strict=True):
+        if spec.shape != placement.shape:
+            name = mesh_lib.path_name(path)
+            raise UserError(
+                f"{name} {list(spec.shape)} would be padded to {list(placement.shape)} on this mesh, which "
+                f"config.optimizer.name={optimizer} cannot update; change config.mesh, or use adamw"
+            )

@@ -1,0 +1,36 @@
+"""What a training step needs beside its state and batch, all of it fixed for a run."""
+
+import dataclasses
+
+import optax
+
+from jaxllm.config import Architecture
+from jaxllm.remat_policy import RematPolicy
+from jaxllm.train.optimizer import Schedule
+from jaxllm.train.precision import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Attributes:
+    model: its architecture.
+    optimizer, schedule: direction of an update, and its learning rate.
+    policy: dtypes.
+    remat: what blocks keep for the backward pass.
+    clip_norm: global gradient norm; 0 is off.
+    accumulate: micro-batches a step.
+    loss_chunk: tokens of a device whose logits exist at one time.
+    attention_chunk: queries of a sequence whose scores exist at one time; 0 is all.
+    scale_growth: finite steps after which the loss scale of fp16 doubles.
+    """
+
+    model: Architecture
+    optimizer: optax.GradientTransformation
+    schedule: Schedule
+    policy: Policy
+    remat: RematPolicy
+    clip_norm: float
+    accumulate: int
+    loss_chunk: int
+    attention_chunk: int
+    scale_growth: int

@@ -1,0 +1,73 @@
+"""Which rows of a batch each process needs, and putting them on its devices."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxllm.data.pipeline import BATCH_FIELDS
+from jaxllm.data.streams import Batch
+from jaxllm.errors import UserError
+
+
+def rows_of_processes(sharding: NamedSharding, batch_size: int) -> dict[int, frozenset[int]]:
+    """Process -> the rows that its devices hold; processes that only `tensor` tells apart hold the same ones."""
+    held: dict[int, set[int]] = {}
+    indices: dict[Any, Any] = dict(sharding.devices_indices_map((batch_size, 1)))
+    for device, (rows, _) in indices.items():
+        held.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
+    return {process: frozenset(rows) for process, rows in sorted(held.items())}
+
+
+def streams_of_processes(rows: dict[int, frozenset[int]], batch_size: int, streams: int) -> dict[int, list[int]]:
+    """Process -> the streams that fill its rows.
+
+    Args:
+      rows: of `rows_of_processes`.
+      batch_size: rows in all.
+      streams: config.data.streams; divides the batch.
+    Raises:
+      UserError: a stream fills rows of several processes, which would each have to read all of it.
+    """
+    share = batch_size // streams
+    found: dict[int, list[int]] = {}
+    for process, needed in rows.items():
+        found[process] = sorted({row // share for row in needed})
+        if len(found[process]) * share != len(needed):
+            parts = len(set(rows.values()))
+            # Rows of a process need not lie together; one stream a row always serves.
+            fits = [n for n in range(parts, batch_size + 1, parts) if batch_size % n == 0 and n % streams == 0]
+            better = fits[0] if fits else math.lcm(parts, batch_size)
+            raise UserError(
+                f"config.data.streams ({streams}) does not divide over the {parts} shares of a batch that the "
+                f"{len(rows)} processes hold, so that data would be read more than once; "
+                f"set --config.data.streams={better}"
+            )
+    return found
+
+
+def owned_streams(streams: dict[int, list[int]], process: int) -> list[int]:
+    """The streams whose place this process saves: where several read one, the first of them does."""
+    return [s for s in streams[process] if process == min(p for p, theirs in streams.items() if s in theirs)]
+
+
+def place(batch: Batch, rows: np.ndarray, sharding: NamedSharding, batch_size: int) -> dict[str, jax.Array]:
+    """The global batch, of which this process gives the rows it has.
+
+    Args:
+      batch: fields [rows here, T].
+      rows: of the global batch, in the order of `batch`; at least those that the devices of this process hold.
+      sharding: of the global batch [batch_size, T].
+    """
+    where = np.full(batch_size, -1)
+    where[rows] = np.arange(len(rows))
+
+    def field(values: np.ndarray) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            return values[where[index[0]], index[1]]
+
+        return jax.make_array_from_callback((batch_size, values.shape[1]), sharding, shard)
+
+    return {name: field(batch[name]) for name in BATCH_FIELDS}

@@ -1,0 +1,99 @@
+"""Programs compiled in this process for devices that are not there; the same one only once in a session.
+
+found = absent_programs.train_step(config, "h100")      # as many devices as config.mesh takes
+found.figures["arguments"], found.collectives, found.products, found.text
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxllm import architectures, hardware, mesh
+from jaxllm import config as config_lib
+from jaxllm.config import Config
+from jaxllm.ledger import absent, collectives, compiled, hlo, products
+from jaxllm.ledger.collectives import Collective
+from jaxllm.ledger.products import Products
+from jaxllm.ledger.tasks import programs_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A compiled program.
+
+    Attributes:
+      inputs: abstract arguments, as given to the compiler.
+      figures: of `ledger.compiled.figures`.
+      text: optimized HLO.
+    """
+
+    inputs: tuple[Any, ...]
+    figures: dict[str, Any]
+    text: str
+
+    @functools.cached_property
+    def module(self) -> hlo.Module:
+        return hlo.parse(self.text)
+
+    @functools.cached_property
+    def collectives(self) -> Sequence[Collective]:
+        return collectives.collectives(self.module)
+
+    @functools.cached_property
+    def products(self) -> Products:
+        return products.products(self.module)
+
+    def volume(self, *ops: str) -> int:
+        """Elements sent by one device in collectives of these operations; in the ZeRO paper's count."""
+        return sum(c.volume for c in self.collectives if c.op in ops)
+
+
+def train_step(config: Config, device: str) -> Found:
+    """A training step for as many of these devices as config.mesh takes."""
+    return _train_step(json.dumps(config_lib.to_dict(config), sort_keys=True), device)
+
+
+@functools.cache
+def _train_step(config_json: str, name: str) -> Found:
+    config = config_lib.from_dict(json.loads(config_json))
+    device = hardware.named(name)
+    model = architectures.resolve_config(config)
+    program = programs_of(config, model, device.platform, absent.abstract_mesh(config), None)["train_step"]
+    count = math.prod(mesh.sizes(config.mesh).values())
+    executable = absent.compile_for(program, absent.require_compiler(device.name, device.compile_target), count)
+    return Found(program.inputs, compiled.figures(executable), executable.as_text())
+
+
+def bytes_per_device(inputs: Any) -> int:
+    """Of abstract arrays with shardings, from their shapes."""
+    leaves = jax.tree.leaves(inputs)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def quickstart(**fields: Any) -> Config:
+    """A run of the quickstart's size on 8 devices, with a plain optimizer; `fields` are `section_field=value`."""
+    config = Config()
+    model = config.model
+    model.name, model.rope_scaling = "llama3.2-1b", "none"
+    model.vocab_size, model.layers, model.width, model.mlp_width = 257, 4, 128, 384
+    model.heads, model.kv_heads, model.head_dim, model.context_length = 4, 2, 32, 512
+    config.data.sequence_length, config.train.batch_size, config.mesh.data = 256, 16, 8
+    for name, value in fields.items():
+        section, field = name.split("_", 1)
+        assert hasattr(getattr(config, section), field), name
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+def llama3_8b(**fields: Any) -> Config:
+    """Llama 3 8B on 8 devices, a sequence of 2,048 tokens each, its blocks recomputed."""
+    config = quickstart(
+        data_sequence_length=2048, train_batch_size=8, remat_policy="full", train_loss_chunk=2048, **fields
+    )
+    config.model = config_lib.ModelConfig(name="llama3-8b")
+    return config

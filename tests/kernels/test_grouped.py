@@ -1,0 +1,74 @@
+"""Products in groups against the plain form, for every way that rows can fall."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.kernels.grouped import block_count, block_length, grouped_matmul, lay_out
+
+
+def product(x, weights, groups_of_rows):
+    blocks = lay_out(groups_of_rows, weights.shape[0])
+    return blocks.take_back(grouped_matmul(blocks.lay_out(x), weights, blocks.group))
+
+
+def plain(x, weights, groups_of_rows):
+    return jnp.einsum("rd,rdf->rf", x, weights[groups_of_rows])
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "fall"),
+    [
+        (1, 4, "even"),
+        (2, 8, "even"),
+        (64, 4, "even"),
+        (64, 4, "one"),
+        (67, 4, "random"),
+        (200, 3, "random"),
+        (200, 16, "skewed"),
+        (9, 1, "one"),
+    ],
+)
+def test_equals_the_plain_product(rows, groups, fall):
+    generator = np.random.default_rng(rows)
+    groups_of_rows = {
+        "even": np.arange(rows) % groups,
+        "one": np.full(rows, groups - 1),
+        "random": generator.integers(0, groups, rows),
+        "skewed": np.minimum(generator.geometric(0.5, rows) - 1, groups - 1),
+    }[fall].astype(np.int32)
+    x, weights = jax.random.normal(jax.random.key(0), (rows, 6)), jax.random.normal(jax.random.key(1), (groups, 6, 5))
+    np.testing.assert_allclose(product(x, weights, groups_of_rows), plain(x, weights, groups_of_rows), atol=1e-5)
+
+    def loss(function):
+        return lambda x, w: jnp.sin(function(x, w, groups_of_rows)).sum()
+
+    got, want = (jax.grad(loss(function), (0, 1))(x, weights) for function in (product, plain))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 8])
+@pytest.mark.parametrize("rows", [1, 7, 8, 40, 129])
+def test_blocks_hold_the_worst_distribution(rows, groups):
+    """Every slot is used at most once, and one of a block of the row's own group."""
+    length, count = block_length(rows, groups), block_count(rows, groups)
+    # The most blocks are begun where every group has one row more than whole blocks.
+    worst = [1 + length * ((rows // groups - 1) // length)] * groups if rows >= groups else [1] * rows
+    worst[0] += rows - sum(worst)
+    for sizes in (worst, [rows]):
+        of_rows = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)
+        blocks = lay_out(jnp.asarray(of_rows), groups)
+        slots = np.asarray(blocks.slot)
+        assert len(set(slots.tolist())) == rows
+        assert slots.max() < count * length
+        np.testing.assert_array_equal(np.asarray(blocks.group)[slots // length], of_rows)
+
+
+def test_a_token_reads_its_own_experts_only():
+    """In decoding there is a block for each assignment, and none for the other experts."""
+    assert block_count(2, 8) == 2
+    assert block_count(8, 128) == 8
+    assert block_length(8192, 8) == 512
+    assert block_count(8192, 8) * 512 < 1.5 * 8192

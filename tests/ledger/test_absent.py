@@ -1,0 +1,229 @@
+"""Compiling for devices that are not there: what is told where it cannot be done, and what the command says.
+
+That it can be done is tested in tests/aot, where the compilers are.
+"""
+
+import dataclasses
+import io
+import json
+import subprocess
+import types
+
+import jax
+import pytest
+import runs
+from rich.console import Console
+
+from jaxllm import architectures, hardware, mesh
+from jaxllm.config import Config
+from jaxllm.errors import RunError, UserError
+from jaxllm.ledger import absent, compiled, report, rows, tasks
+from jaxllm.ledger.compiled import Inspection
+from jaxllm.ledger.rows import Ledger, Unknown
+
+QUICKSTART = ("--config", "configs/quickstart.py", "--config.model.layers=1", "--config.optimizer.name=sgd")
+
+
+def ledger(*arguments):
+    return runs.command("jaxllm.ledger", *QUICKSTART, *arguments)
+
+
+def config(**axes):
+    made = Config()
+    for axis, size in axes.items():
+        setattr(made.mesh, axis, size)
+    return made
+
+
+@pytest.fixture
+def no_compilers(monkeypatch):
+    monkeypatch.setattr(absent, "_is_installed", lambda module: False)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("h100", "cuda12"), ("v5e", "tpu")])
+def test_a_missing_compiler_is_told_with_the_command_that_installs_it(no_compilers, name, extra):
+    with pytest.raises(UserError, match=rf"pip install 'jaxllm\[{extra}\]'"):
+        absent.inspect(config(data=8), name, 8)
+
+
+def test_the_look_for_a_compiler_can_find_one():
+    assert absent._is_installed("jax.experimental")
+    assert not absent._is_installed("no_such_package.at_all")
+
+
+def test_a_device_without_a_target():
+    with pytest.raises(UserError, match="not a device that programs can be compiled for"):
+        absent.require_compiler("a host", None)
+
+
+def test_the_count_is_the_mesh_s():
+    absent.require_count(config(data=4, tensor=2), 8)
+    with pytest.raises(UserError, match=r"--count is 8 and config.mesh takes 4 \(.*data 4.*--config.mesh.data=8"):
+        absent.require_count(config(data=4), 8)
+
+
+def test_the_child_answers_a_wrong_request_in_words():
+    request = {"config": {"mesh": {"data": 8}}, "device": "h1000", "count": 8}
+    assert "did you mean h100" in absent.answer(request)["error"]
+
+
+def test_an_abstract_mesh_compiles_to_what_a_mesh_of_devices_does(monkeypatch):
+    """The way to an absent device, with this machine's devices at its end: the same program comes out."""
+    here = types.SimpleNamespace(platform="cpu", topology=lambda count: {})
+    monkeypatch.setattr(
+        absent.topologies, "get_topology_desc", lambda **_: types.SimpleNamespace(devices=jax.devices())
+    )
+    tiny = runs.tiny_config(
+        "", model_kv_heads=2, mesh_data=4, mesh_tensor=2, mesh_zero=3, train_batch_size=8, optimizer_name="adamw"
+    )
+    model = architectures.resolve(tiny.model)
+
+    def inspected(over, compile_):
+        (program,) = tasks.programs_of(tiny, model, "cpu", over, None).values()
+        return dataclasses.replace(compiled.inspect(lambda: compile_(program)), seconds=0.0)
+
+    afar = inspected(absent.abstract_mesh(tiny), lambda program: absent.compile_for(program, here, 8))
+    near = inspected(mesh.make_mesh(tiny.mesh), lambda program: program.compile())
+    assert afar == near
+    assert {row["devices"] for row in afar.collectives} >= {2, 4}
+    tiny.mesh.zero = 0
+    assert afar != inspected(mesh.make_mesh(tiny.mesh), lambda program: program.compile())
+
+
+def child(stdout, stderr="", status=0):
+    return lambda *_, **__: subprocess.CompletedProcess([], status, stdout, stderr)
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    monkeypatch.setattr(absent, "_is_installed", lambda module: True)
+
+
+def test_the_child_s_answers(compilers, monkeypatch):
+    told = compiled.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5)
+    monkeypatch.setattr(subprocess, "run", child(json.dumps({"programs": {"train_step": told.to_json()}})))
+    assert absent.inspect(config(data=8), "v5e", 8) == {"train_step": told}
+    monkeypatch.setattr(subprocess, "run", child(json.dumps({"error": "no"})))
+    with pytest.raises(UserError, match=r"^no$"):
+        absent.inspect(config(data=8), "v5e", 8)
+    monkeypatch.setattr(subprocess, "run", child("", "a\nSegmentation fault\n\n", -11))
+    with pytest.raises(RunError, match=r"8 × TPU v5e failed \(exit -11\): Segmentation fault"):
+        absent.inspect(config(data=8), "v5e", 8)
+
+
+def test_the_abstract_mesh_is_the_mesh_without_devices():
+    made = absent.abstract_mesh(config(data=4, tensor=2))
+    assert dict(made.shape) == {"replica": 1, "data": 4, "tensor": 2}
+
+
+def test_the_command_bills_a_named_device():
+    result = ledger("--config.mesh.data=8", "--device", "h200", "--json")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert (told["device"], told["count"], told["capacity_bytes"]) == ("H200 SXM", 8, 141 * hardware.GB)
+    assert told["compute"]["bound"] in ("compute", "bandwidth")
+    assert told["columns"]["compiled"] == {"unknown": "not measured: nothing was traced, compiled or run"}
+    assert "programs" not in told
+
+
+def test_the_command_compiles_for_this_machine():
+    result = ledger("--compile", "--json")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    figures = told["columns"]["compiled"]
+    assert figures["peak"] == sum(figures[name] for name in ("arguments", "outputs", "temps")) - figures["aliases"]
+    program = told["programs"]["train_step"]
+    assert program["figures"]["peak"] == figures["peak"]
+    assert isinstance(told["gaps"]["peak"]["compiled"], float)
+    assert program["products"]["flops"] > 0
+    assert program["collectives"] == []
+
+
+def test_the_command_compiles_prefill_and_decoding():
+    result = ledger("--task", "infer", "--context", "64", "--compile", "--json")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert set(told["programs"]) == {"prefill", "decode"}
+    peaks = [program["figures"]["peak"] for program in told["programs"].values()]
+    assert told["columns"]["compiled"]["peak"] == max(peaks)
+
+
+def test_the_command_for_people_fits_a_hundred_columns():
+    result = ledger("--compile")
+    assert result.returncode == 0, result.stderr
+    assert "Compiled: fits" in result.stdout
+    assert "Matrix products" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+LEDGER = Ledger("train", "m", 5, "d", 8, (rows.row("weights", "weights", rows.PERSISTENT, "1", 110),), 1000)
+FIGURES = dict.fromkeys(compiled.NAMES, 0) | {"arguments": 60, "temps": 40, "peak": 100, "flops": Unknown("no flops")}
+GATHER = {
+    "op": "all-gather",
+    "dtype": "bf16",
+    "devices": 8,
+    "count": 386,
+    "operand_bytes": 10**9,
+    "result_bytes": 8 * 10**9,
+    "ring_bytes": 7 * 10**9,
+    "volume": 4 * 10**9,
+    "unknown_loops": [],
+    "conditional": False,
+}
+PRODUCTS = {"flops": 10**12, "count": 3, "uncounted": {"ragged-dot": 2}, "unknown_loops": []}
+
+
+def shown(inspection, ledger=LEDGER):
+    out = io.StringIO()
+    report.show_inspection("train_step", inspection, ledger, Console(file=out, width=100))
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+    return " ".join(out.getvalue().split())
+
+
+def test_the_compiled_program_for_people():
+    rows_ = [GATHER, GATHER | {"conditional": True}, GATHER | {"unknown_loops": ["while.3"]}]
+    text = shown(Inspection(FIGURES, rows_, PRODUCTS, 1.5))
+    assert "peak 100 B 110 B (+10.0%)" in text
+    assert "Compiled: fits: needs 100 B of 1,000 B" in text
+    assert "all-gather bf16 8 386 953.67 MiB 7.45 GiB 6.52 GiB" in text
+    assert "≤386" in text
+    assert "[1] one trip of while.3 is counted" in text
+    assert "Matrix products: 1 TFLOP in 3 runs; not counted: ragged-dot × 2" in text
+    assert "host memory" not in text
+    assert "arguments in host memory 7 B" in shown(Inspection(FIGURES | {"host_arguments": 7}, [], PRODUCTS, 1.5))
+
+
+def test_what_is_not_known_of_a_compiled_program_is_said():
+    unknown = Unknown("no text")
+    text = shown(Inspection(FIGURES | {"peak": Unknown("no temps")}, unknown, unknown, 1.5))
+    assert "Compiled: whether it fits is unknown [1]" in text
+    assert "Collectives: unknown [2] Matrix products: unknown [2] [1] no temps [2] no text" in text
+
+
+def test_a_refusal_for_people():
+    text = shown(compiled.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5))
+    assert (
+        text == "train_step, compiled: does not fit. The compiler's words: RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm."
+    )
+
+
+def test_too_large_does_not_fit():
+    text = shown(Inspection(FIGURES | {"peak": 1001}, [], PRODUCTS, 1.5))
+    assert "Compiled: does not fit: needs 1,001 B of 1,000 B No collectives." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--device", "h1000"), "did you mean h100?"),
+        (("--device", "h100", "--count", "8"), "--config.mesh.data=8"),
+        (("--task", "infer", "--count", "2"), "on one device, and --count is 2"),
+        (("--config.mesh.data=8", "--compile"), "config.mesh wants 8 devices"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, told):
+    result = ledger(*arguments)
+    assert result.returncode == 2, result.stderr
+    assert told in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""

@@ -1,0 +1,110 @@
+"""What waits for the backward pass: the closed form, tag by tag, against what JAX's derivative of the program keeps."""
+
+import dataclasses
+
+import models
+import pytest
+
+from jaxllm.config import Architecture, Config
+from jaxllm.ledger import activations, dataflow, rows, setting, trace
+from jaxllm.ledger.memory import training
+from jaxllm.ledger.reconcile import reconcile
+from jaxllm.remat_policy import TAGS
+
+# `sqrt` has groups from four repeats on; five layers of two kinds leave one over.
+MODELS = models.ALL | {
+    "deep": dataclasses.replace(models.ROTARY, layers=6),
+    "deep, sliding": dataclasses.replace(models.SLIDING, layers=9),
+}
+POLICIES = (
+    "none",
+    "full",
+    "sqrt",
+    "dots",
+    "names:attn_qkv,mlp_up",
+    "names:attn_context,mlp_hidden,attn_out,mlp_out,resid_mid",
+    "names:attn_norm,mlp_norm,mlp_gate,attn_probs",
+    "offload:attn_qkv,mlp_down,attn_scores",
+)
+
+
+def run(policy: str = "none", **fields) -> Config:
+    config = Config()
+    config.train.batch_size, config.data.sequence_length = 4, 16
+    config.optimizer.name, config.precision.policy, config.remat.policy = "adamw", "fp32", policy
+    for name, value in fields.items():
+        section, _, field = name.partition("_")
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+def by_tag(made: list[rows.Row], phase: str) -> dict[str, int]:
+    """Bytes by tag, what has none together."""
+    found: dict[str, int] = {}
+    for row in made:
+        if row.phase == phase and row.bytes_per_device:
+            name = row.name if row.name in TAGS else trace.OTHER
+            found[name] = found.get(name, 0) + row.bytes_per_device
+    return found
+
+
+def assert_equal(model: Architecture, config: Config):
+    traced = trace.residuals(config, model, "cpu")
+    settled = setting.make(model, config, config.precision.policy, "cpu")
+    made = list(activations.rows_between_passes(settled, rows.BOUNDARY))
+    assert by_tag(made, rows.BOUNDARY) == traced.tags
+    assert by_tag(made, rows.HOST) == traced.host
+    assert activations.loss_gradients(settled) * settled.compute == traced.loss
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_exact(name, policy):
+    for tensor in (1, 2):
+        assert_equal(MODELS[name], run(policy, mesh_tensor=tensor))
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "dots"])
+@pytest.mark.parametrize("name", models.ALL)
+def test_activations_in_16_bit_and_in_shares_are_exact(name, policy):
+    for stage, precision in ((0, "bf16"), (1, "fp16"), (2, "bf16_pure"), (3, "bf16")):
+        assert_equal(
+            models.ALL[name],
+            run(policy, mesh_data=2, mesh_tensor=2, mesh_zero=stage, precision_policy=precision),
+        )
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "names:attn_probs"])
+@pytest.mark.parametrize("name", ["learned", "sliding"])
+def test_activations_of_chunks_and_micro_batches_are_exact(name, policy):
+    assert_equal(models.ALL[name], run(policy, train_attention_chunk=4))
+    assert_equal(models.ALL[name], run(policy, train_accumulate=2, train_loss_chunk=5))
+
+
+def test_the_trace_column_is_the_formulas():
+    config = run("dots", mesh_data=2, mesh_zero=3)
+    ledger = training(models.SLIDING, config, "fp32")
+    result = reconcile(ledger, trace_figures=trace.figures(config, models.SLIDING, "cpu"))
+    assert result.ok(0.0), result.faults(0.0)
+    assert [line.gap("trace") for line in result.lines[:4]] == [0.0] * 4
+    assert isinstance(result.lines[4].gap("trace"), rows.Unknown)
+
+
+def test_a_forgotten_tag_is_caught(monkeypatch):
+    block = dataflow._block
+
+    def careless(*arguments) -> dataflow.Block:
+        made = block(*arguments)
+        return dataclasses.replace(made, read=tuple(name for name in made.read if name != "mlp_hidden"))
+
+    monkeypatch.setattr(dataflow, "_block", careless)
+    with pytest.raises(AssertionError):
+        assert_equal(models.ROTARY, run())
+
+
+def test_state_in_host_memory_is_counted_there():
+    config = run(optimizer_offload="moments", precision_policy="bf16")
+    state = trace.abstract_state(config, models.ROTARY, "cpu")
+    moments = 2 * 4 * training(models.ROTARY, config, "bf16").parameters
+    assert trace.bytes_per_device(state, "pinned_host") == moments
+    assert trace.bytes_per_device(state) > moments

@@ -1,0 +1,119 @@
+"""Remat: every policy gives the gradients of `none`, and keeps what it says."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+from steps import leaf_names
+
+from jaxllm import remat_policy
+from jaxllm.errors import UserError
+from jaxllm.model import specs, transformer
+from jaxllm.model.remat import group_size
+from jaxllm.remat_policy import TAGS, RematPolicy, parse
+
+POLICIES = ["full", "sqrt", "dots", "names:attn_qkv,mlp_up", "offload:attn_qkv,mlp_gate"]
+# The usual initial values, not the large ones of the small models, which multiply rounding errors layer by layer.
+DEEP = {name: dataclasses.replace(model, layers=model.layers + 4, init_std=0.02) for name, model in models.ALL.items()}
+
+
+@functools.cache
+def inputs(name):
+    model = DEEP[name]
+    params = specs.initialize(specs.param_specs(model), jax.random.key(0), jnp.float32)
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, model.vocab_size)
+    return params, tokens, jnp.broadcast_to(jnp.arange(16), tokens.shape)
+
+
+def loss(params, name, policy):
+    _, tokens, positions = inputs(name)
+    hidden, _, balance = transformer.forward(params, tokens, positions, DEEP[name], remat=parse(policy))
+    # A norm's square would be nearly constant, and its gradient nothing but rounding.
+    return (hidden * jax.random.normal(jax.random.key(2), hidden.shape)).mean() + balance
+
+
+@functools.cache
+def gradients(name, policy):
+    return jax.jit(jax.grad(loss), static_argnums=(1, 2))(inputs(name)[0], name, policy)
+
+
+@pytest.mark.parametrize("name", models.ALL)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_those_of_none(name, policy):
+    want, got = gradients(name, "none"), gradients(name, policy)
+    # Of the largest gradient there is: that of a key's bias, for one, is nothing but rounding.
+    scale = max(float(jnp.abs(b).max()) for b in jax.tree.leaves(want))
+    for leaf, a, b in zip(leaf_names(want), jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a / scale, b / scale, atol=1e-6, err_msg=leaf)
+
+
+def kept(name, policy):
+    """Numbers that wait between the passes, parameters aside: the residuals of the whole forward pass."""
+    params = inputs(name)[0]
+    held = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(p, name, policy), p)[1], params)
+    return sum(x.size for x in jax.tree.leaves(held)) - sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_policies_keep_less_and_less():
+    sizes = [kept("rotary", policy) for policy in ("none", "dots", "names:attn_qkv", "full")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+    # Under sqrt the inputs of the groups wait in place of the six blocks' inputs.
+    block, groups = 2 * 16 * DEEP["rotary"].width, 6 // group_size(6, RematPolicy("sqrt"))
+    assert kept("rotary", "full") - kept("rotary", "sqrt") == (6 - groups) * block > 0
+
+
+def test_offloaded_activations_leave_the_device():
+    """The tags of `offload:` are put into host memory in the forward pass and fetched in the backward pass."""
+
+    def moves(policy):
+        text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(inputs("rotary")[0], "rotary", policy))
+        return [re.findall(rf"devices=\(MemorySpace.{space},\)", text) for space in ("Host", "Device")]
+
+    assert [len(found) for found in moves("offload:mlp_up")] == [1, 1]
+    assert [len(found) for found in moves("names:mlp_up")] == [0, 0]
+
+
+@pytest.mark.parametrize(("repeats", "size"), [(0, 1), (1, 1), (6, 2), (12, 3), (16, 4), (24, 4), (32, 4), (80, 8)])
+def test_groups_are_near_the_square_root(repeats, size):
+    policy = RematPolicy("sqrt")
+    got = group_size(repeats, policy)
+    assert got == size or got * size == repeats  # both sides of the root are as good
+    assert group_size(repeats, RematPolicy("full")) == 1
+
+
+def test_every_tag_is_given():
+    """Each name that a policy may use is that of something a block of one of the models computes."""
+    given = set()
+    for name in models.ALL:
+        text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(inputs(name)[0], name, "none"))
+        given |= set(re.findall(r"name\[name=(\w+)\]", text))
+    assert given == set(TAGS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("ful", "did you mean 'full'"),
+        ("names:", "names:<tag,tag>"),
+        ("names", "names:<tag,tag>"),
+        ("full:mlp_up", "names:<tag,tag>"),
+        ("names:mlp_upp", "did you mean 'mlp_up'"),
+        ("offload:attn_qvk", "did you mean 'attn_qkv'"),
+    ],
+)
+def test_what_is_no_policy_is_refused(policy, told):
+    with pytest.raises(UserError, match=re.escape(told)) as caught:
+        parse(policy)
+    assert "\n" not in str(caught.value)
+
+
+def test_kinds_are_all_parsed():
+    for kind in remat_policy.KINDS:
+        text = kind if kind not in ("names", "offload") else f"{kind}:{TAGS[0]}"
+        assert parse(text).kind == kind

@@ -1,0 +1,92 @@
+"""Steps of small models on random batches, without data files or a loop: what the tests of train/ build on."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+
+from jaxllm import mesh, programs
+from jaxllm.config import Architecture, Config
+from jaxllm.train.layout import make_layout
+from jaxllm.train.step import train_step
+
+
+def config(**fields) -> Config:
+    """8 sequences of 16 tokens, AdamW, float32, 20 steps; `fields` are `section_field=value`."""
+    made = Config()
+    made.train.batch_size, made.data.sequence_length, made.train.steps = 8, 16, 20
+    made.optimizer.name, made.optimizer.weight_decay, made.optimizer.peak_lr = "adamw", 0.1, 1e-2
+    made.precision.policy = "fp32"
+    for name, value in fields.items():
+        section, _, field = name.partition("_")
+        assert hasattr(getattr(made, section), field), name
+        setattr(getattr(made, section), field, value)
+    return made
+
+
+def batch(config: Config, model: Architecture, seed: int) -> dict[str, np.ndarray]:
+    """Two packed documents a row, one of them cut short by padding in the first row."""
+    rows, length = config.train.batch_size, config.data.sequence_length
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (rows, length + 1)).astype(np.int32)
+    column = np.arange(length)
+    segments = np.where(column < length // 2, 1, 2)[None].repeat(rows, 0).astype(np.int32)
+    segments[0, -3:] = 0
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": segments,
+        "positions": np.tile(column % (length // 2), (rows, 1)).astype(np.int32),
+        "weights": (segments > 0).astype(np.float32),
+    }
+
+
+@dataclasses.dataclass
+class Run:
+    """A train step and its state on a mesh."""
+
+    config: Config
+    model: Architecture = models.ROTARY
+
+    def __post_init__(self) -> None:
+        self.mesh = mesh.make_mesh(self.config.mesh)
+        self.recipe = programs.make_recipe(self.config, self.model, "cpu")
+        self.layout = make_layout(self.config, self.model, self.recipe.policy, self.mesh)
+        self.state = programs.init_state(self.config, self.recipe, self.mesh).jitted()
+        self._step: Any = None
+
+    def step(self, values: dict[str, np.ndarray]) -> dict[str, float]:
+        """One update of the run's state; returns the metrics."""
+        if self._step is None:
+            self._step = programs.train_step(self.config, self.recipe, self.mesh).compile()
+        placed = jax.device_put(values, mesh.batch_sharding(self.mesh))
+        self.state, metrics = self._step(self.state, placed)
+        return {name: float(value) for name, value in metrics.items()}
+
+    def losses(self, steps: int) -> list[float]:
+        return [self.step(batch(self.config, self.model, i))["loss"] for i in range(steps)]
+
+    def updated(self, values: dict[str, np.ndarray], **recipe) -> tuple[Any, dict[str, jax.Array]]:
+        """(parameters, metrics) after one update from the run's state, which stays as it is."""
+        recipe = dataclasses.replace(self.recipe, **recipe)
+        new, metrics = jax.jit(lambda s, b: train_step(s, b, recipe, self.layout))(self.state, values)
+        return new.params, metrics
+
+
+def leaf_names(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def assert_close(a: Any, b: Any, atol: float) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=atol), a, b)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def copy(tree: Any) -> Any:
+    """Of the state before a step that takes it over."""
+    return jax.tree.map(jnp.copy, tree)
