@@ -21,10 +21,10 @@ quickstart: $(INSTALLED)
 	@echo "Next: $(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt 'class '"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-aot: $(AOT)/.installed
-	JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest tests/aot $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest -n auto --dist loadfile tests/aot $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -33,7 +33,8 @@ from jaxllm.targets import Target
 
 # Where each platform's compiler lies; a CUDA one of any version will do.
 _COMPILERS = {"cuda": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",)}
-_QUIET = {
+# Settings of the child process.
+QUIET = {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
@@ -127,7 +128,7 @@ def inspect(config: Config, name: str, count: int, sampling: Sampling | None = N
         input=json.dumps(request),
         capture_output=True,
         text=True,
-        env=os.environ | _QUIET,
+        env=os.environ | QUIET,
         check=False,
     )
     try:

@@ -5,6 +5,7 @@ import pytest
 
 from jaxllm import architectures
 from jaxllm.config import Config
+from jaxllm.ledger import memory
 from jaxllm.model.specs import parameter_count
 
 STAGES = (0, 1, 2, 3)
@@ -128,3 +129,32 @@ def test_tensor_parallelism_splits_the_work():
 def found_sharded(found) -> int:
     """Bytes of the state on a device."""
     return absent_programs.bytes_per_device(found.inputs[0])
+
+
+@pytest.mark.parametrize("devices", [1, 64, 1024])
+@pytest.mark.parametrize("zero", STAGES)
+def test_argument_bytes_are_the_ledgers(zero, devices):
+    """To the byte: the state's share of a device, padding included, and its rows of the batch."""
+    config = small(zero, train_batch_size=1024)
+    config.mesh.data, config.model.layers = devices, 2
+    found = absent_programs.train_step(config, "h100")
+    ledger = memory.training(architectures.resolve_config(config), config, "bf16", "gpu")
+    batch = 5 * 4 * config.train.batch_size * config.data.sequence_length // devices
+    assert found.figures["arguments"] == ledger.persistent_bytes + batch
+
+
+def test_no_layers_weights_stay_gathered():
+    """Twice the layers add what the ledger says of their shares and activations, and no gathered weights."""
+
+    def peaks(layers: int) -> tuple[int, int, int]:
+        config = small(3, remat_policy="full")
+        config.model.layers = layers
+        model = architectures.resolve_config(config)
+        ledger = memory.training(model, config, "bf16", "gpu")
+        (gathered,) = [row.bytes_per_device for row in ledger.rows if row.name == "gathered layer"]
+        return absent_programs.train_step(config, "h100").figures["peak"], ledger.peak_bytes, gathered
+
+    (few, few_told, gathered), (many, many_told, _) = peaks(6), peaks(12)
+    assert many - few == pytest.approx(many_told - few_told, rel=0.1)
+    # One more layer that stayed would be seen.
+    assert 0.1 * (many_told - few_told) < gathered

@@ -50,6 +50,17 @@ def test_other_models_on_hybrid_meshes(name, axes):
     assert len(set(want)) == 3
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_does_not_divide_is_padded_and_trains_alike(zero):
+    """Three devices divide no dimension of the model: all of it is padded, in each stage."""
+    whole = steps.config(train_batch_size=6)
+    split = steps.config(train_batch_size=6, mesh_data=3, mesh_zero=zero)
+    run = steps.Run(split, ALL["learned"])
+    np.testing.assert_allclose(run.losses(3), steps.Run(whole, ALL["learned"]).losses(3), atol=1e-5)
+    moments = tree_bytes(run.state.opt_state)
+    assert moments < 0.5 * tree_bytes(steps.Run(whole, ALL["learned"]).state.opt_state)
+
+
 def test_a_forgotten_sum_over_tensor_is_caught(monkeypatch):
     """The tolerance above sees the gradients of norms that are not summed over the devices that share their tokens."""
     from jaxllm.train import gradients

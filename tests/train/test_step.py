@@ -104,6 +104,11 @@ def test_state_is_donated_whole():
     assert plain.memory_analysis().alias_size_in_bytes == 0
 
 
+def test_an_unused_donation_is_an_error_in_tests():
+    with pytest.raises(UserWarning, match="donated buffers"):
+        jax.jit(lambda x: x.sum(), donate_argnums=0)(jnp.ones((8, 8)))
+
+
 def test_a_buffer_given_twice_is_refused():  # jax#12627
     one = steps.Run(steps.config())
     batch = steps.batch(one.config, one.model, 0)

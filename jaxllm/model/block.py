@@ -1,0 +1,47 @@
+"""One transformer block: attention and an MLP, each around a norm and beside a residual stream."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from jaxllm.config import Architecture
+from jaxllm.model import layers
+from jaxllm.model.attention import LayerCache, Span, attention
+from jaxllm.model.moe import moe
+from jaxllm.model.partition import WHOLE, Partition
+
+Params = dict[str, Any]
+
+
+def block(
+    x: Float[Array, "B t D"],
+    params: Params,
+    model: Architecture,
+    kind: str,
+    span: Span,
+    real: Bool[Array, "B T"],
+    cache: LayerCache | None = None,
+    partition: Partition = WHOLE,
+) -> tuple[Float[Array, "B t D"], LayerCache | None, Float[Array, ""]]:
+    """One layer. Returns its output, its cache, and its load-balancing loss (0 where the MLP is dense).
+
+    Args:
+      x: this device's tokens; attention and MLP see all of them.
+    """
+
+    def normed(y: Array, name: str) -> Array:
+        return layers.norm(y, params[name], model.norm, model.norm_eps)
+
+    sandwich = model.norm_placement == "sandwich"
+    inputs = partition.enter(checkpoint_name(normed(x, "attn_norm"), "attn_norm"))
+    y, cache = attention(inputs, params["attn"], model, kind, span, cache, partition)
+    x = checkpoint_name(x + (normed(y, "attn_post_norm") if sandwich else y), "resid_mid")
+    balance = jnp.zeros((), jnp.float32)
+    inputs = partition.enter(checkpoint_name(normed(x, "mlp_norm"), "mlp_norm"))
+    if model.experts:
+        y, balance = moe(inputs, params["mlp"], model, real, partition)
+    else:
+        y = layers.mlp(inputs, params["mlp"], model, partition)
+    return x + (normed(y, "mlp_post_norm") if sandwich else y), cache, balance

@@ -1,0 +1,110 @@
+"""The layers one after another, with or without a cache.
+
+Repeats of the layer pattern are iterations of a loop, so that a program is as long as one of them; the layers after the
+last whole pattern follow it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.config import Architecture
+from jaxllm.model.attention import LayerCache
+from jaxllm.model.partition import Partition
+from jaxllm.model.remat import group_size, rematerialize
+from jaxllm.remat_policy import RematPolicy
+
+Params = dict[str, Any]
+# (x, layer's weights, kind, its cache) -> (x, the cache written, load-balancing loss)
+Block = Callable[[Array, Params, str, LayerCache | None], tuple[Array, LayerCache | None, Array]]
+
+
+def without_cache(
+    x: Float[Array, "B t D"],
+    params: Params,
+    block: Block,
+    model: Architecture,
+    remat: RematPolicy,
+    partition: Partition,
+) -> tuple[Float[Array, "B t D"], Float[Array, ""]]:
+    """(output of the last layer, sum of the layers' load-balancing losses).
+
+    Args:
+      params: of the whole model.
+      remat: what blocks keep for their backward pass.
+    """
+
+    def one(carry: tuple[Array, Array], layer: Params, group: str, place: int, kind: str, alone: bool) -> Any:
+        def plain(x: Array, layer: Params) -> tuple[Array, Array]:
+            # Gathered inside what is made again, so that no whole weights wait for the backward pass.
+            y, _, balance = block(x, partition.weights(layer, group, place), kind, None)
+            return y, balance
+
+        x, balance = carry
+        # In a loop of its own a block's backward pass is in another computation than its forward pass.
+        x, added = rematerialize(plain, remat, prevent_cse=not alone)(x, layer)
+        return x, balance + added
+
+    size = group_size(model.repeats, remat)
+    alone = len(model.pattern) == 1 and model.repeats // model.unroll > 1
+
+    def repeat(carry: tuple[Array, Array], stacked: tuple[Params, ...]) -> tuple[tuple[Array, Array], None]:
+        for place, (kind, layer) in enumerate(zip(model.pattern, stacked, strict=True)):
+            carry = one(carry, layer, "layers", place, kind, alone)
+        return carry, None
+
+    carry = (x, jnp.zeros((), jnp.float32))
+    if size > 1:
+        stacks = jax.tree.map(lambda w: w.reshape(-1, size, *w.shape[1:]), params["layers"])
+        nothing = jax.checkpoint_policies.nothing_saveable
+
+        def group(carry: tuple[Array, Array], stacked: tuple[Params, ...]) -> tuple[tuple[Array, Array], None]:
+            return jax.lax.scan(repeat, carry, stacked)
+
+        group = jax.checkpoint(group, prevent_cse=model.repeats == size, policy=nothing)
+        carry, _ = jax.lax.scan(group, carry, stacks)
+    elif model.repeats:
+        carry, _ = jax.lax.scan(repeat, carry, params["layers"], unroll=model.unroll)
+    for place, (kind, layer) in enumerate(zip(model.tail, params["tail"], strict=True)):
+        carry = one(carry, layer, "tail", place, kind, alone=False)
+    return carry
+
+
+def with_cache(
+    x: Float[Array, "B T D"],
+    params: Params,
+    block: Block,
+    model: Architecture,
+    cache: Params,
+    lengths: Int[Array, " B"],
+    capacity: int,
+) -> tuple[Float[Array, "B T D"], Params]:
+    """(output of the last layer, the cache with the tokens written).
+
+    Args:
+      cache: the tree of `specs.cache_specs`, holding `lengths` tokens a row of at most `capacity`.
+    """
+
+    def repeat(carry: tuple[Array, Any], inputs: tuple[Array, tuple[Params, ...]]) -> tuple[Any, None]:
+        x, caches = carry
+        i, stacked = inputs
+        written = []
+        for kind, layer, kv in zip(model.pattern, stacked, caches, strict=True):
+            x, cached, _ = block(x, layer, kind, LayerCache(kv["k"], kv["v"], i, lengths, capacity))
+            assert cached is not None
+            written.append({"k": cached.k, "v": cached.v})
+        return (x, tuple(written)), None
+
+    caches = cache["layers"]
+    if model.repeats:
+        index = jnp.arange(model.repeats)
+        (x, caches), _ = jax.lax.scan(repeat, (x, caches), (index, params["layers"]), unroll=model.unroll)
+    tail = []
+    for kind, layer, kv in zip(model.tail, params["tail"], cache["tail"], strict=True):
+        x, cached, _ = block(x, layer, kind, LayerCache(kv["k"][None], kv["v"][None], 0, lengths, capacity))
+        assert cached is not None
+        tail.append({"k": cached.k[0], "v": cached.v[0]})
+    return x, {"layers": caches, "tail": tuple(tail)}
