@@ -6,6 +6,7 @@ import pytest
 from jaxllm import architectures
 from jaxllm.config import Config
 from jaxllm.ledger import memory
+from jaxllm.ledger.collectives import Collective
 from jaxllm.model.specs import parameter_count
 
 STAGES = (0, 1, 2, 3)
@@ -46,15 +47,25 @@ def compiled(shape: str, device: str, zero: int):
     return absent_programs.train_step(config, device), parameter_count(architectures.resolve(config.model))
 
 
+def large_ones(found: absent_programs.Found, device: str, parameters: int) -> list[Collective]:
+    """Collectives of the size of a weight.
+
+    A TPU scatters the sum of some shapes in parts that are not quite the shares, and hands the ends of them on.
+    """
+    if device == "v5e":
+        assert found.volume("collective-permute") < 0.02 * parameters
+    large = [c for c in found.collectives if c.volume / c.runs.times >= LARGE]
+    return [c for c in large if c.op != "collective-permute" or device != "v5e"]
+
+
 @pytest.mark.parametrize(("shape", "device", "zero"), CELLS)
 def test_collectives_are_those_of_the_stage(shape, device, zero):
     """In elements: 2Ψ of gradients in stage 0, Ψ + Ψ in stages 1 and 2, 2Ψ + Ψ in stage 3."""
     found, parameters = compiled(shape, device, zero)
-    large = [c for c in found.collectives if c.volume / c.runs.times >= LARGE]
+    large = large_ones(found, device, parameters)
     ops = {c.op for c in large}
     gathered, reduced = found.volume("all-gather"), found.volume("reduce-scatter")
     all_reduced = sum(c.volume for c in large if c.op == "all-reduce")
-    assert not ops & {"all-to-all", "collective-permute"}
     if zero == 0:
         assert ops == {"all-reduce"}
         assert all_reduced == pytest.approx(2 * parameters, rel=0.05)
@@ -72,7 +83,8 @@ def test_stage_3_gathers_inside_the_loop_over_layers(device):
     found, parameters = compiled("small", device, 3)
     layers = small(3, device).model.layers
     inside = [c for c in found.collectives if c.runs.times >= layers - 1]
-    assert {c.op for c in inside if c.volume / c.runs.times >= LARGE} == {"all-gather", "reduce-scatter"}
+    large = large_ones(found, device, parameters)
+    assert {c.op for c in large if c in inside} == {"all-gather", "reduce-scatter"}
     in_layers = sum(c.volume for c in inside if c.op == "all-gather")
     assert in_layers == pytest.approx(2 * parameters, rel=0.25)  # but for the peeled iteration, embeddings and head
     one_layer = parameters / layers
