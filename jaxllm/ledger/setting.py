@@ -110,11 +110,6 @@ class Setting:
         return self.tokens * self.config.train.accumulate
 
     @property
-    def scan_length(self) -> int:
-        """Iterations of the loop over layers."""
-        return self.model.repeats // self.model.unroll
-
-    @property
     def group_size(self) -> int:
         """Repeats of the layer pattern in a group of `sqrt`: the divisor of them nearest to their root; 1 otherwise."""
         repeats = self.model.repeats

@@ -88,7 +88,7 @@ class Partition:
                 return _scattered(x, placement, stacked)
             return gather(x, placement, stacked)
 
-        return jax.tree.map(whole, placed, params, is_leaf=lambda x: isinstance(x, (Placement, Scattered)))
+        return jax.tree.map(whole, placed, params)
 
 
 WHOLE = Partition()

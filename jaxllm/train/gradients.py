@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxllm.mesh import BATCH_AXES, Placement
+from jaxllm.mesh import BATCH_AXES, Placement, sharded
 from jaxllm.model.loss import Head, cross_entropy
 from jaxllm.model.partition import Partition, Scattered, gather, scatter
 from jaxllm.model.transformer import forward, unembedding
@@ -78,7 +78,7 @@ def accumulate(
     Args:
       params: as stored, whole arrays over the mesh.
     Returns:
-      (sums, gradients placed as `layout.gradients`: in the compute dtype, or in float32 where they are accumulated).
+      (sums, gradients placed as `layout.moments`: in the compute dtype, or in float32 where they are accumulated).
     """
 
     def local(params: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
@@ -95,7 +95,7 @@ def accumulate(
             sums, gradients = _over_micro_batches(differentiate, variables, batch, recipe.accumulate)
         return _summed(sums, layout), _reduced(gradients, layout)
 
-    return _mapped(local, layout, layout.gradients)(params, batch, jnp.asarray(factor, jnp.float32))
+    return _mapped(local, layout, layout.moments)(params, batch, jnp.asarray(factor, jnp.float32))
 
 
 def evaluate(params: Any, batch: Batch, recipe: Recipe, layout: Layout) -> Sums:
@@ -115,7 +115,7 @@ def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[...
         return local
 
     def specs(placements: Any) -> Any:
-        return jax.tree.map(lambda p: p.partition, placements, is_leaf=_is_placement)
+        return jax.tree.map(lambda p: p.partition, placements)
 
     rows = PartitionSpec(BATCH_AXES, None)
     return jax.shard_map(
@@ -129,7 +129,7 @@ def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[...
 
 def partition_of(layout: Layout) -> Partition:
     sizes = layout.sizes
-    in_shares = layout.stage >= 2 and sizes["data"] > 1
+    in_shares = sharded("gradients", layout.stage, mixed=False) and sizes["data"] > 1
     return Partition(sizes["tensor"], sizes["replica"] * sizes["data"], layout.shares if in_shares else None)
 
 
@@ -143,7 +143,7 @@ def variables_of(params: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Call
     if recipe.policy.mixed:
         whole = _layer_by_layer(gather, layout.weights, compute)
     else:
-        whole = jax.tree.map(_without_padding, layout.shares, compute, is_leaf=_is_placement)
+        whole = jax.tree.map(_without_padding, layout.shares, compute)
     if layout.stage == 1:
         return whole, lambda whole: whole
 
@@ -154,7 +154,7 @@ def variables_of(params: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Call
         shape[placement.zero_dim] = placement.shape[placement.zero_dim] // ways
         return jnp.zeros(shape, x.dtype)  # stands for the gradient's shape; its value is never read
 
-    shares = jax.tree.map(share, layout.shares, whole, is_leaf=_is_placement)
+    shares = jax.tree.map(share, layout.shares, whole)
     return shares, lambda shares: jax.tree.map(Scattered, shares, whole)
 
 
@@ -171,15 +171,13 @@ def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placeme
     """
 
     def apply(placed: Any, tree: Any, cut: bool) -> Any:
-        return jax.tree.map(lambda placement, x: function(x, placement, cut), placed, tree, is_leaf=_is_placement)
+        return jax.tree.map(lambda placement, x: function(x, placement, cut), placed, tree)
 
     done = {name: apply(placements[name], tree, False) for name, tree in params.items() if name != "layers"}
-    done["layers"] = jax.lax.map(lambda layer: apply(placements["layers"], layer, True), params["layers"])
+    done["layers"] = params["layers"]
+    if params["layers"]:  # a model shorter than its layer pattern has none that are stacked
+        done["layers"] = jax.lax.map(lambda layer: apply(placements["layers"], layer, True), params["layers"])
     return done
-
-
-def _is_placement(node: Any) -> bool:
-    return isinstance(node, Placement)
 
 
 def _over_micro_batches(
@@ -219,7 +217,7 @@ def _reduced(gradients: Any, layout: Layout) -> Any:
     """The sum over all devices of gradients that are not summed yet."""
     sizes = layout.sizes
     if sizes["data"] > 1 and layout.stage == 1:
-        gradients = _layer_by_layer(scatter, layout.gradients, gradients)
+        gradients = _layer_by_layer(scatter, layout.moments, gradients)
 
     def reduce(placement: Placement, gradient: Array) -> Array:
         axes = ["replica"] if sizes["replica"] > 1 else []
@@ -230,4 +228,4 @@ def _reduced(gradients: Any, layout: Layout) -> Any:
             axes.append("tensor")
         return jax.lax.psum(gradient, tuple(axes)) if axes else gradient
 
-    return jax.tree.map(reduce, layout.gradients, gradients, is_leaf=_is_placement)
+    return jax.tree.map(reduce, layout.moments, gradients)

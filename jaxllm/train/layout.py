@@ -26,7 +26,8 @@ class Layout:
     """Attributes:
     mesh: of the run.
     stage: of ZeRO.
-    specs, weights, gradients, moments: trees of the parameters' shape; the last three of `Placement`s.
+    specs, weights, moments: trees of the parameters' shape; the last two of `Placement`s. Summed gradients lie like
+      moments: stage 1 holds them whole through the backward pass and scatters their sum.
     shares: the placements of arrays that are split over `data`, whatever the stage.
     host_moments, host_weights: kept in host memory between updates.
     """
@@ -35,7 +36,6 @@ class Layout:
     stage: int
     specs: Any
     weights: Any
-    gradients: Any
     moments: Any
     shares: Any
     host_moments: bool
@@ -53,7 +53,7 @@ class Layout:
         def one(placement: Placement, x: jax.Array) -> jax.Array:
             return jax.lax.with_sharding_constraint(x, mesh_lib.place(self.mesh, placement))
 
-        return jax.tree.map(one, placements, tree, is_leaf=_is_placement)
+        return jax.tree.map(one, placements, tree)
 
     def state_shardings(self, state: TrainState, on_device: bool = False) -> TrainState:
         """A sharding for every array of a state.
@@ -74,7 +74,7 @@ class Layout:
             return mesh_lib.place(self.mesh, placement, memory(self.host_moments))
 
         specs = jax.tree.leaves(self.specs, is_leaf=is_spec)
-        placements = jax.tree.leaves(self.moments, is_leaf=_is_placement)
+        placements = jax.tree.leaves(self.moments)
         by_spec = {id(spec): placement for spec, placement in zip(specs, placements, strict=True)}
         whole: Any = mesh_lib.replicated(self.mesh)
         return TrainState(
@@ -82,7 +82,6 @@ class Layout:
             params=jax.tree.map(
                 lambda placement: mesh_lib.place(self.mesh, placement, memory(self.host_weights)),
                 self.weights,
-                is_leaf=_is_placement,
             ),
             opt_state=map_state(moment, state.opt_state, self.specs),
             key=whole,
@@ -94,10 +93,6 @@ class Layout:
         if not self.host_weights:
             return state.params
         return jax.device_put(state.params, self.state_shardings(state, on_device=True).params)
-
-
-def _is_placement(node: Any) -> bool:
-    return isinstance(node, Placement)
 
 
 def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh) -> Layout:
@@ -126,8 +121,6 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
         stage=stage,
         specs=specs,
         weights=placed["weights"],
-        # Stage 1 holds them whole through the backward pass and scatters their sum.
-        gradients=placed["moments"],
         moments=placed["moments"],
         shares=mesh_lib.placements(specs, dataclasses.replace(config.mesh, zero=3), "weights", policy.mixed),
         host_moments=offload != "none",
@@ -137,7 +130,7 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
 
 def _refuse_padding(specs: Any, placements: Any, optimizer: str) -> None:
     paths = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    for (path, spec), placement in zip(paths, jax.tree.leaves(placements, is_leaf=_is_placement), strict=True):
+    for (path, spec), placement in zip(paths, jax.tree.leaves(placements), strict=True):
         if spec.shape != placement.shape:
             name = mesh_lib.path_name(path)
             raise UserError(

@@ -84,9 +84,7 @@ def _name(path: Any) -> str:
 
 def _only(tree: Any, name: str) -> Any:
     """A tree of the parameters' shape with one array left in it."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if _name(path) == name else None, tree, is_leaf=lambda x: hasattr(x, "axes")
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if _name(path) == name else None, tree)
 
 
 def _only_moments(opt_state: Any, name: str, layout: Layout) -> Any:

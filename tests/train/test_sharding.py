@@ -61,6 +61,15 @@ def test_what_does_not_divide_is_padded_and_trains_alike(zero):
     assert moments < 0.5 * tree_bytes(steps.Run(whole, ALL["learned"]).state.opt_state)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_model_shorter_than_its_pattern_trains_alike(zero):
+    """It has no stacked layers to go through one by one."""
+    short = dataclasses.replace(ALL["sliding"], layers=1)
+    split = steps.config(precision_policy="bf16", mesh_data=2, mesh_zero=zero)
+    want = steps.Run(steps.config(precision_policy="bf16"), short).losses(2)
+    np.testing.assert_allclose(steps.Run(split, short).losses(2), want, atol=2e-2)
+
+
 def test_a_forgotten_sum_over_tensor_is_caught(monkeypatch):
     """The tolerance above sees the gradients of norms that are not summed over the devices that share their tokens."""
     from jaxllm.train import gradients
@@ -86,7 +95,7 @@ def test_live_shards_follow_the_stage():  # DeepSpeed#4093
             assert params == (whole["params"] // devices if zero == 3 else whole["params"])
             want = (whole["opt_state"] - counters) // devices + counters if zero else whole["opt_state"]
             assert moments == want
-            split = jax.tree.leaves(run.layout.gradients, is_leaf=lambda p: isinstance(p, Placement))
+            split = jax.tree.leaves(run.layout.moments, is_leaf=lambda p: isinstance(p, Placement))
             assert all((p.zero_dim is None) == (zero == 0) for p in split)
 
 
