@@ -2,7 +2,7 @@
 
 Command:   make quickstart    (or: python -m jaxllm.train --config configs/quickstart.py)
 Expected:  2.06 bits per byte on held-out files, after 2 min 16 s (2 cores, JAX 0.10.2).
-Bill:      146 MiB at its peak (XLA plans 177 with JAX 0.10, 127 with 0.12), 6.4 MiB between steps
+Bill:      178 MiB at its peak (XLA plans 177 with JAX 0.10; 143 and 127 with 0.12), 6.4 MiB between steps
            (python -m jaxllm.ledger --config configs/quickstart.py)
 """
 

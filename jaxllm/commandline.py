@@ -14,6 +14,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from jaxllm import config as config_lib
+from jaxllm import devices
 from jaxllm.errors import RunError, UserError
 
 FLAGS = flags.FLAGS
@@ -54,6 +55,7 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
     argv = list(sys.argv if argv is None else argv)
     # Libraries log the failures that they also raise; a person is told once.
     logging.set_verbosity(logging.FATAL)
+    devices.claim_memory()
     try:
         if {"--help", "-h", "-help"} & set(argv[1:]):
             print(_help(main))

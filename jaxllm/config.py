@@ -211,7 +211,10 @@ class LogConfig:
 
 @dataclasses.dataclass
 class LedgerConfig:
-    check: str = "warn"  # off | warn | strict (stop when the persistent state is not what the ledger says)
+    # Held against the running program after the second step. off: not at all | warn: a line for what is wrong |
+    # strict: the run is saved and stops, and one that does not fit by the formulas does not start
+    check: str = "warn"
+    tolerance: float = 0.15  # of the peak: (formula − measured) / measured; state has none
 
 
 @dataclasses.dataclass
@@ -291,9 +294,10 @@ def check_types(config: Config) -> None:
     """
     for extra in vars(config).keys() - {f.name for f in dataclasses.fields(config)}:
         raise unknown_key(extra)
+    default = Config()
     for section in dataclasses.fields(config):
         node = getattr(config, section.name)
-        expected = type(getattr(Config(), section.name))
+        expected = type(getattr(default, section.name))
         if type(node) is not expected:
             raise UserError(f"config.{section.name} is {node!r}; it must be a {expected.__name__}")
         for extra in vars(node).keys() - {f.name for f in dataclasses.fields(node)}:

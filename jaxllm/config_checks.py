@@ -1,8 +1,14 @@
 """The relations between the fields of a configuration: one clear line for the first that does not hold."""
 
+from collections.abc import Iterable
+
 from jaxllm import remat_policy
-from jaxllm.config import Architecture, Config, check_types, field_paths
+from jaxllm.config import Architecture, Config, OptimizerConfig, check_types, field_paths
 from jaxllm.errors import UserError
+
+Shape = tuple[int, ...]
+# Their updates are of whole rows and columns, which padding would change.
+_NOT_ELEMENTWISE = ("adafactor", "muon")
 
 
 def check_architecture(model: Architecture) -> None:
@@ -59,10 +65,10 @@ def check(config: Config, model: Architecture) -> None:
     check_types(config)
     check_architecture(model)
     data, train, optimizer = config.data, config.train, config.optimizer
+    values = field_paths(config)
     for path, least in _LEAST.items():
-        value = field_paths(config)[path]
-        if value < least:
-            raise UserError(f"config.{path} is {value}; it must be at least {least}")
+        if values[path] < least:
+            raise UserError(f"config.{path} is {values[path]}; it must be at least {least}")
     if data.sequence_length > model.context_length:
         raise UserError(
             f"config.data.sequence_length ({data.sequence_length}) is longer than config.model.context_length "
@@ -86,8 +92,42 @@ def check(config: Config, model: Architecture) -> None:
             f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
             f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
         )
+    if not config.ledger.tolerance >= 0:  # a NaN too
+        raise UserError(f"config.ledger.tolerance is {config.ledger.tolerance}; it must be at least 0 (0.15 is 15 %)")
     if not optimizer.peak_lr > 0:  # a NaN too
         raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
+
+
+def check_update(
+    optimizer: OptimizerConfig, policy: str, mixed: bool, arrays: Iterable[tuple[str, Shape, Shape]]
+) -> None:
+    """The optimizer can update the arrays where they lie; the trainer asks before it starts, and so does the ledger.
+
+    Args:
+      policy: of precision, resolved.
+      mixed: whether it has master weights.
+      arrays: of each its name, its shape, and the shape that its moments are stored in.
+    Raises:
+      UserError: it cannot; names the fields, or the array, and the fix.
+    """
+    if optimizer.offload == "all" and not mixed:
+        raise UserError(
+            f"config.optimizer.offload is 'all' and config.precision.policy {policy!r} has no master weights: "
+            "what computes stays on the device; set it to 'moments', or the policy to bf16"
+        )
+    if optimizer.name not in _NOT_ELEMENTWISE:
+        return
+    if optimizer.offload != "none":
+        raise UserError(
+            f"config.optimizer.offload is {optimizer.offload!r} and config.optimizer.name={optimizer.name} does not "
+            "update array by array; set offload to 'none', or use adamw"
+        )
+    for name, shape, stored in arrays:
+        if shape != stored:
+            raise UserError(
+                f"{name} {list(shape)} would be padded to {list(stored)} on this mesh, which "
+                f"config.optimizer.name={optimizer.name} cannot update; change config.mesh, or use adamw"
+            )
 
 
 def _check_mesh(config: Config, model: Architecture) -> None:

@@ -1,115 +1,32 @@
-"""Devices: memory, bandwidth and peak FLOP/s, each with its source; and the machine this process runs on.
+"""Devices by name, and the machine this process runs on.
 
-Peaks are of dense matrix products, as published. A figure that nobody publishes is None or absent, never 0.
+The figures stand in `jaxllm.gpus` and `jaxllm.tpus`, each with its source.
 """
 
 import dataclasses
 import difflib
 import functools
+import os
 import pathlib
 import platform
 import re
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import psutil
 
+from jaxllm.devices import GIB, Device
 from jaxllm.errors import UserError
-from jaxllm.targets import ADA, AMPERE, BLACKWELL, HOPPER, MIB, Capability, GpuTarget, Target, TpuTarget
+from jaxllm.gpus import GPUS
+from jaxllm.tpus import TPUS
 
-GB, TB, TFLOPS = 10**9, 10**12, 10**12
+__all__ = ["DEVICES", "Device", "attached", "named", "published", "this_machine"]
 
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """One accelerator, or a host as a device.
-
-    Attributes:
-      name: for people.
-      memory_bytes: what a program may use of it; None where that is not known.
-      bandwidth: of that memory, bytes/s.
-      peak_flops: by dtype of the inputs ("float32", "bfloat16"), FLOP/s; a dtype that is not there is not known.
-      source: where the figures come from.
-      platform: as JAX names it: cpu | gpu | tpu.
-      compile_target: what a program can be compiled for without the device; None where nobody knows.
-    """
-
-    name: str
-    memory_bytes: int | None
-    bandwidth: float | None
-    peak_flops: Mapping[str, float]
-    source: str
-    platform: str = "cpu"
-    compile_target: Target | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chip:
-    """Figures of a GPU for its compiler; see `jaxllm.targets.GpuTarget`."""
-
-    description: str
-    capability: Capability
-    multiprocessors: int
-    clock_ghz: float
-    l2_bytes: int
-    source: str
-
-
-def _gpu(name: str, memory: int, bandwidth: float, bf16: float, f32: float, source: str, chip: _Chip) -> Device:
-    peaks = {"bfloat16": bf16 * TFLOPS, "float32": f32 * TFLOPS}
-    figures = {field.name: getattr(chip, field.name) for field in dataclasses.fields(chip)}
-    target = GpuTarget(**figures, memory_bytes=memory * GB, bandwidth=bandwidth * GB)
-    told = f"NVIDIA, {source}; bfloat16 without sparsity"
-    return Device(name, memory * GB, bandwidth * GB, peaks, told, "gpu", target)
-
-
-def _tpu(name: str, memory: int, bandwidth: float, bf16: float, target: TpuTarget) -> Device:
-    source = f"Google Cloud TPU documentation, {name}; no float32 peak is published"
-    return Device(name, memory * GB, bandwidth * GB, {"bfloat16": bf16 * TFLOPS}, source, "tpu", target)
-
-
-_GA100 = "A100 architecture white paper (2020), table 4"
-_GH100 = "H100 architecture white paper (2023), table 3; clock as its driver tells it"
-_A100_40 = _Chip("NVIDIA A100-SXM4-40GB", AMPERE, 108, 1.41, 40 * MIB, _GA100)
-_A100_80 = dataclasses.replace(_A100_40, description="NVIDIA A100-SXM4-80GB")
-_H100_SXM = _Chip("NVIDIA H100 80GB HBM3", HOPPER, 132, 1.98, 50 * MIB, _GH100)
-_H100_PCIE = _Chip("NVIDIA H100 PCIe", HOPPER, 114, 1.755, 50 * MIB, _GH100)
-_H200 = dataclasses.replace(_H100_SXM, description="NVIDIA H200", source=f"{_GH100}; the H200 has the same chip")
-_B200_SOURCE = "as a driver tells them; OpenXLA publishes them (xla/backends/gpu/target_config/specs/b200.txtpb)"
-_B200 = _Chip("NVIDIA B200", BLACKWELL, 148, 1.965, 132_644_864, _B200_SOURCE)
-_L4 = _Chip("NVIDIA L4", ADA, 58, 2.04, 48 * MIB, "L4 data sheet (2023) and Ada white paper (2022), AD104")
-_RTX_4090 = _Chip("NVIDIA GeForce RTX 4090", ADA, 128, 2.52, 72 * MIB, "Ada architecture white paper (2022), table 2")
-
-# The name that `--device` takes -> (JAX's `device_kind` as a pattern, the device). The first pattern that matches
-# names an attached device; GB are decimal.
-DEVICES: dict[str, tuple[str, Device]] = {
-    "h100-pcie": ("H100 PCIe", _gpu("H100 PCIe", 80, 2000, 756, 51, "H100 data sheet (2023)", _H100_PCIE)),
-    "h100": (
-        "H100",
-        _gpu("H100 SXM", 80, 3350, 989.4, 66.9, "H100 data sheet and architecture white paper (2023)", _H100_SXM),
-    ),
-    "h200": ("H200", _gpu("H200 SXM", 141, 4800, 989.4, 66.9, "H200 data sheet (2024)", _H200)),
-    "a100-80gb": ("A100.*80GB", _gpu("A100 80GB", 80, 2039, 312, 19.5, "A100 80GB SXM data sheet (2021)", _A100_80)),
-    "a100-40gb": (
-        "A100.*40GB",
-        _gpu("A100 40GB", 40, 1555, 312, 19.5, "A100 architecture white paper (2020)", _A100_40),
-    ),
-    "b200": (
-        "B200",
-        _gpu("B200", 180, 8000, 2250, 75, "HGX and DGX B200 data sheets (2024), an eighth of the system's", _B200),
-    ),
-    "l4": (r"\bL4\b", _gpu("L4", 24, 300, 121, 30.3, "L4 data sheet (2023)", _L4)),
-    "rtx4090": (
-        "RTX 4090",
-        _gpu("RTX 4090", 24, 1008, 165.2, 82.6, "Ada architecture white paper (2022)", _RTX_4090),
-    ),
-    "v4": ("TPU v4$", _tpu("TPU v4", 32, 1200, 275, TpuTarget("v4", 3, 4096, megacore=True))),
-    "v5e": ("TPU v5 ?(lite|e)", _tpu("TPU v5e", 16, 819, 197, TpuTarget("v5e", 2, 256))),
-    "v5p": ("TPU v5p?$", _tpu("TPU v5p", 95, 2765, 459, TpuTarget("v5p", 3, 4096))),
-    "v6e": ("TPU v6 ?(lite|e)", _tpu("TPU v6e", 32, 1640, 918, TpuTarget("v6e", 2, 256))),
-}
+# The name that `--device` takes -> (JAX's `device_kind` as a pattern, the device).
+DEVICES: dict[str, tuple[str, Device]] = {**GPUS, **TPUS}
 
 
 def named(name: str) -> Device:
@@ -138,23 +55,50 @@ def this_machine() -> Device:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return _host()
-    known = published(device.device_kind)
-    statistics = device.memory_stats() or {}
-    limit = statistics.get("bytes_limit")
+    jax.device_put(0.0, device).block_until_ready()  # before it, the allocator has no pool to tell of
+    return attached(device.platform, device.device_kind, device.memory_stats() or {})
+
+
+def attached(platform_name: str, kind: str, statistics: Mapping[str, Any]) -> Device:
+    """An accelerator: the table's, with the memory that its backend lets this process have.
+
+    A GPU's allocator takes its pool at once. Where other processes hold part of the device it gets a smaller pool than
+    its limit, and the pool is what there is.
+
+    Args:
+      kind: JAX's `device_kind`.
+      statistics: its `memory_stats()`, after a first allocation.
+    """
+    known = published(kind)
     if known is None:
-        source = f"memory from the backend; {device.device_kind} is not in the table of jaxllm.hardware"
-        return Device(device.device_kind, limit, None, {}, source, device.platform)
+        told = f"{kind} is not in the tables of jaxllm: no peak, bandwidth or link of it is known"
+        known = Device(kind, None, None, {}, told, platform_name)
+    limit, pool = statistics.get("bytes_limit"), statistics.get("pool_bytes", 0)
     if limit is None:
         return known
-    source = f"{known.source}; memory: what the backend lets this process allocate"
-    return dataclasses.replace(known, memory_bytes=int(limit), source=source)
+    crowded = 0 < pool < limit and _takes_its_pool_at_once()
+    usable = int(pool if crowded else limit)
+    told = f"the pool that other processes left of {limit / GIB:.2f} GiB" if crowded else "its backend's limit"
+    return dataclasses.replace(
+        known,
+        memory_bytes=usable,
+        held_back=max(0, (known.total_bytes or usable) - usable),
+        source=f"{known.source}. On this machine: {usable / GIB:.2f} GiB, {told}",
+    )
+
+
+def _takes_its_pool_at_once() -> bool:
+    """Whether JAX's GPU allocator does, which is its default."""
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    grows = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
+    return allocator in ("default", "bfc") and not grows
 
 
 def _host() -> Device:
     available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
-    limit = _container_limit()
+    limit, used = _control_group()
     if limit is not None:
-        total, available = min(total, limit), min(available, limit)
+        total, available = min(total, limit), min(available, max(0, limit - used))
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     flops, bandwidth = _measured()
     return Device(
@@ -162,17 +106,21 @@ def _host() -> Device:
         memory_bytes=available,
         bandwidth=bandwidth,
         peak_flops={"float32": flops},
-        source=f"measured now; memory: the {available / 2**30:.1f} GiB available of {total / 2**30:.1f} GiB",
+        source=f"measured now; memory: the {available / GIB:.1f} GiB available of {total / GIB:.1f} GiB",
+        held_back=total - available,
     )
 
 
-def _container_limit() -> int | None:
-    """Memory limit of the control group, where there is one (Linux)."""
+def _control_group(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
+    """(bytes that this process's control group may have, of them in use), where there is one (Linux); what is in use
+    only to cache files is free."""
     try:
-        text = pathlib.Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        kept = re.search(r"^inactive_file (\d+)$", (root / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return None, 0
+    return (int(limit) if limit.isdigit() else None), used - (int(kept[1]) if kept else 0)
 
 
 def _measured() -> tuple[float, float]:

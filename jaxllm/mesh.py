@@ -51,6 +51,22 @@ def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
     return Mesh(devices[:wanted].reshape(tuple(shape.values())), AXES)
 
 
+def require_count(config: MeshConfig, count: int) -> None:
+    """The mesh of a configuration takes exactly so many devices.
+
+    Raises:
+      UserError: it takes another number.
+    """
+    shape = sizes(config)
+    wanted = math.prod(shape.values())
+    if wanted != count:
+        told = " × ".join(f"{axis} {size}" for axis, size in shape.items())
+        raise UserError(
+            f"--count is {count} and config.mesh takes {wanted} ({told}); change config.mesh so that its product is "
+            f"{count}, for instance --config.mesh.data={count}"
+        )
+
+
 def sizes(config: MeshConfig) -> dict[str, int]:
     """Mesh axis -> devices along it."""
     return {axis: getattr(config, axis) for axis in AXES}

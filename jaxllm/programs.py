@@ -115,6 +115,8 @@ def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     jitted = jax.jit(
         lambda state, batch: train_step_function(state, batch, recipe, layout),
         donate_argnums=0,
+        # Else places of Adafactor's state that no update reads are no arguments, and XLA counts less than the state.
+        keep_unused=True,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh)),
     )
     return Program("train_step", jitted, (state, batch), (0,))

@@ -1,25 +1,30 @@
 """Continues prompts with a trained model: python -m jaxllm.sample --model WORKDIR --prompt "…" [--prompt "…"]
 
 One prompt's text appears as it is made. Several are continued together, and each is printed under a header.
-What it took, compilation apart, is on standard error. With --json, standard output has one JSON object and
-nothing else.
+The ledger of it, before and after, and what it took, compilation apart, are on standard error: prompts that do not fit
+the device are refused before anything is allocated. With --json, standard output has one JSON object and nothing else.
 """
 
 import dataclasses
 import json
+import pathlib
 import sys
 from typing import Any
 
 import jax
 from absl import flags
 
-from jaxllm import architectures, commandline, hardware
+from jaxllm import architectures, commandline
+from jaxllm import config as config_lib
+from jaxllm.config import Config
+from jaxllm.decode import engine
 from jaxllm.decode.engine import CHUNK, Generator
 from jaxllm.decode.request import Request, Result, Times, check
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.errors import UserError
 from jaxllm.interop import tokenizer as tokenizer_lib
-from jaxllm.ledger import bill, report
+from jaxllm.ledger import bill, shortage
+from jaxllm.ledger.sampling_bill import SamplingBill
 from jaxllm.train import checkpoint
 from jaxllm.train.precision import policy_for
 
@@ -39,7 +44,8 @@ _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on past the end of text
 
 
 def main() -> None:
-    if not _MODEL.value:
+    workdir = _MODEL.value
+    if not workdir:
         raise UserError("no --model given; for instance --model runs/quickstart")
     if not _PROMPT.value:
         raise UserError('no --prompt given; for instance --prompt "def main("')
@@ -57,21 +63,47 @@ def main() -> None:
         ignore_eos=_IGNORE_EOS.value,
     )
     check(request)  # before the weights are read, which can take minutes
-    config, params = checkpoint.load_model(_MODEL.value)
-    model = architectures.resolve(config.model)
+    sampled = _billed(workdir, request)
+    with shortage.explained(lambda error: sampled.explain_shortage("while sampling", error)):
+        _sample(workdir, request, sampled)
+
+
+def _billed(workdir: str, request: Request) -> SamplingBill:
+    """The bill, shown; before the weights are read.
+
+    Raises:
+      UserError: it does not fit this machine's device.
+    """
+    config = _config(workdir)
+    model, tokenizer = architectures.resolve(config.model), tokenizer_lib.load(config.data.tokenizer)
+    longest = max(len(engine.encode(prompt, tokenizer, model)) for prompt in _PROMPT.value)
+    context = engine.capacity_for(longest, request.max_new_tokens, model)
+    made = SamplingBill(bill.title(config), model, len(_PROMPT.value), context, CHUNK)
+    if _NO_CACHE.value:
+        _tell(["ledger: --no_cache keeps no cache; this is the bill with one"])
+    _tell(made.lines())
+    made.admit()
+    return made
+
+
+def _config(workdir: str) -> Config:
+    """The run's configuration; that of the checkpoint where the workdir has lost its own."""
+    try:
+        return config_lib.from_dict(json.loads((pathlib.Path(workdir) / "config.json").read_text()))
+    except (OSError, ValueError):
+        return checkpoint.load_model(workdir)[0]
+
+
+def _sample(workdir: str, request: Request, sampled: SamplingBill) -> None:
+    config, params = checkpoint.load_model(workdir)
     generator = Generator(
-        model,
+        architectures.resolve(config.model),
         params,
         tokenizer_lib.load(config.data.tokenizer),
         policy_for("auto", jax.default_backend()).compute,
         use_cache=not _NO_CACHE.value,
     )
     del params
-    longest = max(len(generator.encode(prompt)) for prompt in _PROMPT.value)
-    capacity = generator.capacity_for(longest, request.max_new_tokens)
-    name = bill.title(config)
-    ledger = bill.sampling(name, model, hardware.this_machine(), len(_PROMPT.value), capacity, CHUNK)
-    print(f"ledger: {name}, {capacity} tokens a prompt; {report.verdict(ledger)}", file=sys.stderr)
     live = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if live else None)
     if _JSON.value:
@@ -82,7 +114,14 @@ def main() -> None:
         for number, result in enumerate(results, 1):
             print(f"=== prompt {number}: {result.prompt!r} ({result.reason})\n{result.text}")
     sys.stdout.flush()
-    print(_describe(times), file=sys.stderr)
+    if not _NO_CACHE.value:
+        _tell(sampled.reconcile(generator.live, generator.compiled_peaks()))
+    _tell([_describe(times)])
+
+
+def _tell(lines: list[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def _show(_index: int, text: str) -> None:

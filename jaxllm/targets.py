@@ -19,7 +19,7 @@ class Capability:
 
     Source: CUDA C++ Programming Guide 12.9, "Technical Specifications per Compute Capability" and "Arithmetic
     Instructions" (float32 lanes). All of them have warps of 32 threads, blocks of at most 1,024 threads and 64 Ki
-    registers, and 48 KiB of shared memory a block before opting in to more.
+    registers, and 48 KiB of shared memory a block before opting in to more. Since Ampere 1 KiB of it is the system's.
 
     Attributes:
       threads, shared_memory, lanes: of one multiprocessor; threads at a time, bytes, float32 operations a clock.
@@ -34,10 +34,13 @@ class Capability:
     lanes: int
 
 
+VOLTA = Capability(7, 0, 2048, 96 * KIB, 96 * KIB, 64)
 AMPERE = Capability(8, 0, 2048, 164 * KIB, 163 * KIB, 64)
+AMPERE_RTX = Capability(8, 6, 1536, 100 * KIB, 99 * KIB, 128)
 ADA = Capability(8, 9, 1536, 100 * KIB, 99 * KIB, 128)
 HOPPER = Capability(9, 0, 2048, 228 * KIB, 227 * KIB, 128)
 BLACKWELL = Capability(10, 0, 2048, 228 * KIB, 227 * KIB, 128)
+BLACKWELL_RTX = Capability(12, 0, 1536, 100 * KIB, 99 * KIB, 128)
 
 GPUS_PER_HOST = 8
 # Of the software that `jaxllm[cuda12]` brings, at least: XLA chooses its algorithms by them.
@@ -137,39 +140,43 @@ class TpuTarget:
     Source: Google Cloud TPU documentation, the page of each version ("configurations").
 
     Attributes:
-      generation: v4, v5e, v5p, v6e.
+      generation: v4, v5e, v5p, v6e, tpu7x.
       dimensions: of the torus that its chips are wired to.
       largest: chips of the largest slice of powers of two.
-      megacore: whether two cores have to be joined to one device by name; newer ones are one device as they are.
+      megacore: whether two cores have to be joined to one device by name; v5p's are one device as they are.
+      devices_per_chip: as JAX counts them; the two cores of a TPU7x are two devices with a memory each.
     """
 
     generation: str
     dimensions: int
     largest: int
     megacore: bool = False
+    devices_per_chip: int = 1
 
     platform = "tpu"
     extra = "tpu"
 
     def shape(self, count: int) -> tuple[int, ...]:
-        """Chips along each dimension of a slice: powers of two, as even as can be, ones last. 8 are 2x4, or 2x2x2.
+        """Chips along each dimension of a slice of so many devices: powers of two, as even as can be, ones last. 8 are
+        2x4, or 2x2x2.
 
         Raises:
           UserError: no such slice; names the nearest.
         """
-        if count < 1 or count & (count - 1) or count > self.largest:
-            below = min(2 ** int(math.log2(max(count, 1))), self.largest)
-            near = f"{below} and {below * 2}" if below < self.largest else f"{below}"
+        largest = self.largest * self.devices_per_chip
+        if count < 1 or count & (count - 1) or count > largest:
+            below = min(2 ** int(math.log2(max(count, 1))), largest)
+            near = f"{below} and {below * 2}" if below < largest else f"{below}"
             raise UserError(
-                f"a {self.generation} slice of {count} chips is not among those compiled for (powers of two up to "
-                f"{self.largest}); the nearest: {near}"
+                f"a {self.generation} slice of {count} {'chips' if self.devices_per_chip == 1 else 'devices'} is not "
+                f"among those compiled for (powers of two up to {largest}); the nearest: {near}"
             )
-        doublings = int(math.log2(count))
+        doublings = int(math.log2(max(count // self.devices_per_chip, 1)))
         sizes = [2 ** ((doublings + i) // self.dimensions) for i in range(self.dimensions)]
         return (*(size for size in sizes if size > 1), *(1 for size in sizes if size == 1))
 
     def topology(self, count: int) -> dict[str, Any]:
-        """Arguments of `jax.experimental.topologies.get_topology_desc` for so many chips.
+        """Arguments of `jax.experimental.topologies.get_topology_desc` for so many devices.
 
         Raises:
           UserError: as `shape`.
@@ -179,7 +186,7 @@ class TpuTarget:
             "platform": self.platform,
             "topology_name": f"{self.generation}:{'x'.join(map(str, shape))}",
         }
-        if count < 4:  # smaller than the host of 2 × 2 chips that is taken otherwise
+        if math.prod(shape) < 4:  # smaller than the host of 2 × 2 chips that is taken otherwise
             arguments["chips_per_host_bounds"] = [*shape, 1][:3]
         if self.megacore:
             arguments["chip_config_name"] = "megacore"

@@ -114,6 +114,12 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused():
     assert dict(made.shape) == {"replica": 1, "data": 2, "tensor": 2}
 
 
+def test_the_count_is_the_mesh_s():
+    mesh.require_count(MeshConfig(data=4, tensor=2), 8)
+    with pytest.raises(UserError, match=r"--count is 8 and config.mesh takes 4 \(.*data 4.*--config.mesh.data=8"):
+        mesh.require_count(MeshConfig(data=4), 8)
+
+
 def test_shares_on_a_device_are_what_jax_says():
     """`numbers_per_device` against NamedSharding's own shard shape."""
     config = MeshConfig(data=2, tensor=2, zero=3)

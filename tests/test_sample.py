@@ -30,7 +30,14 @@ def test_json_is_one_object_and_no_cache_gives_the_same_tokens(workdir):
     assert [len(result["tokens"]) for result in answer["results"]] == [12, 12]
     assert {result["reason"] for result in answer["results"]} == {"length"}
     assert answer["times"]["first_token"] > 0
-    assert "fits: needs" in with_cache.stderr, "the bill comes before the tokens"
+    bill = with_cache.stderr
+    for part in ("ledger: llama3.2-1b (modified), ", "2 × 64 tokens", "weights ", "KV cache, full ", "fits: needs "):
+        assert part in bill, part
+    measured = next(line for line in bill.splitlines() if line.startswith("ledger: measured: "))
+    assert measured.count("B (as billed)") == 2, "weights and cache are what the formulas say, to the byte"
+    assert "prefill peak" in measured
+    assert "decode peak" in measured
+    assert bill.index("fits: needs") < bill.index("ledger: measured")
     without = runs.command("jaxllm.sample", *arguments, "--no_cache")
     assert json.loads(without.stdout)["results"] == answer["results"]
 
@@ -65,3 +72,52 @@ def test_bad_input_is_one_line_and_exit_2(workdir, arguments, words):
     assert words in lines[0]
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+REFUSED = """
+import dataclasses, sys
+from jaxllm import commandline, hardware, sample
+from jaxllm.train import checkpoint
+
+small = dataclasses.replace(hardware.this_machine(), memory_bytes={memory})
+hardware.this_machine = lambda: small
+
+def load_model(workdir):
+    raise AssertionError("nothing is read or allocated before the refusal")
+
+checkpoint.load_model = load_model
+commandline.run(sample.main, ["x", "--model={workdir}", *["--prompt=alpha"] * 64])
+"""
+
+
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_allocated(workdir):
+    """The most that fit are told, and do: the machine has room for a few of 64 prompts."""
+    done = runs.python(REFUSED.format(workdir=workdir, memory=400_000))
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: does not fit: 64 sequences of 64 tokens need ")
+    assert " of 390.62 KiB, " in line
+    assert "the largest that fits: " in line
+    most = int(line.split("the largest that fits: ")[1].split()[0])
+    assert 1 <= most < 64
+
+
+def test_memory_that_runs_out_while_sampling_is_explained(workdir):
+    code = f"""
+import jax
+from jaxllm import commandline, sample
+from jaxllm.decode import engine
+
+def fails(*_):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70368744177664 bytes.")
+
+engine.Generator._start = fails
+commandline.run(sample.main, ["x", "--model={workdir}", "--prompt=alpha"])
+"""
+    done = runs.python(code)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    told = done.stderr[done.stderr.index("error: out of memory while sampling: RESOURCE_EXHAUSTED") :]
+    for part in ("predicted peak: ", "largest rows: ", "held by others"):
+        assert part in told

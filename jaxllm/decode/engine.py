@@ -18,6 +18,9 @@ from jaxllm.decode.state import DecodeState
 from jaxllm.decode.stopping import StopStream
 from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import StreamDecoder, Tokenizer
+from jaxllm.ledger import compiled
+from jaxllm.ledger import device as device_lib
+from jaxllm.ledger.rows import Figure
 
 CHUNK = 128  # prompt tokens a row takes in at a time
 STEPS = 8  # tokens between two looks at the text
@@ -25,6 +28,37 @@ _LEAST_CAPACITY = 128  # so that short requests of any length share one compilat
 
 # (index of the prompt, more of its text)
 OnText = Callable[[int, str], None]
+# (sequences, tokens that each may have); raises UserError where they do not fit.
+Admit = Callable[[int, int], None]
+
+
+def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int | None = None) -> np.ndarray:
+    """The prompt's ids, as a document begins.
+
+    Args:
+      capacity: tokens that a row's cache has; None is the model's context.
+    Raises:
+      UserError: no tokens, or too many for one more to fit.
+    """
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    tokens = np.concatenate([np.array(begin, np.int32), tokenizer.encode(prompt)])
+    if not len(tokens):
+        raise UserError("--prompt is empty and the tokenizer has no begin token; give at least one character")
+    context = model.context_length
+    limit = min(context, capacity or context)
+    if len(tokens) >= limit:
+        cache = "" if limit == context else f" (of which the cache holds {limit})"
+        raise UserError(
+            f"--prompt has {len(tokens)} tokens and the model's context_length is {context}{cache}; "
+            f"shorten it to {limit - 1}, so that one more token fits"
+        )
+    return tokens
+
+
+def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
+    """Tokens a row gets room for: a power of two, so that few lengths are ever compiled; at most the context."""
+    needed = max(longest + max_new_tokens, _LEAST_CAPACITY)
+    return min(1 << (needed - 1).bit_length(), model.context_length)
 
 
 class _Row:
@@ -67,6 +101,9 @@ class Generator:
       dtype: of weights, computation and cache.
       capacity: tokens a row's cache has; None takes what each call needs, up to the model's context.
       use_cache: False runs the whole forward pass for every token.
+      admit: asked before anything is allocated for a call; what it raises ends the call and not the generator.
+    Attributes:
+      live: bytes that the last call held on the device: "weights" and, where there was one, "KV cache".
     Raises:
       UserError: the tokenizer has ids that the model has not.
     """
@@ -82,6 +119,7 @@ class Generator:
         chunk: int = CHUNK,
         steps: int = STEPS,
         use_cache: bool = True,
+        admit: Admit | None = None,
     ):
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(
@@ -95,7 +133,9 @@ class Generator:
         self._capacity = capacity
         self._chunk, self._steps = chunk, steps
         self._use_cache = use_cache
-        self._compiled: dict[tuple[str, int, int], Callable[..., Any]] = {}
+        self._admit = admit
+        self.live: dict[str, int] = {}
+        self._compiled: dict[tuple[str, int, int], jax.stages.Compiled] = {}
 
     def encode(self, prompt: str) -> np.ndarray:
         """The prompt's ids, as a document begins.
@@ -103,26 +143,13 @@ class Generator:
         Raises:
           UserError: no tokens, or too many for one more to fit.
         """
-        begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        tokens = np.concatenate([np.array(begin, np.int32), self._tokenizer.encode(prompt)])
-        if not len(tokens):
-            raise UserError("--prompt is empty and the tokenizer has no begin token; give at least one character")
-        context = self._model.context_length
-        limit = min(context, self._capacity or context)
-        if len(tokens) >= limit:
-            cache = "" if limit == context else f" (of which the cache holds {limit})"
-            raise UserError(
-                f"--prompt has {len(tokens)} tokens and the model's context_length is {context}{cache}; "
-                f"shorten it to {limit - 1}, so that one more token fits"
-            )
-        return tokens
+        return encode(prompt, self._tokenizer, self._model, self._capacity)
 
     def capacity_for(self, longest: int, max_new_tokens: int) -> int:
-        """Tokens a row gets room for: a power of two, so that few lengths are ever compiled."""
+        """Tokens a row gets room for."""
         if self._capacity is not None:
             return min(self._capacity, self._model.context_length)
-        needed = max(longest + max_new_tokens, _LEAST_CAPACITY)
-        return min(1 << (needed - 1).bit_length(), self._model.context_length)
+        return capacity_for(longest, max_new_tokens, self._model)
 
     def generate(
         self, prompts: Sequence[str], request: Request, on_text: OnText | None = None
@@ -137,6 +164,8 @@ class Generator:
         check(request)
         ids = [self.encode(prompt) for prompt in prompts]
         capacity = self.capacity_for(max(map(len, ids)), request.max_new_tokens)
+        if self._admit is not None:
+            self._admit(len(ids), capacity)
         ends = () if request.ignore_eos else tuple(self._tokenizer.end_ids)
         rows = [_Row(self._tokenizer, request.stop, ends) for _ in prompts]
         tell = on_text or (lambda _index, _text: None)
@@ -163,6 +192,9 @@ class Generator:
                 break
             state = state.replace(finished=jnp.array(finished))
         ended = time.perf_counter()
+        self.live = {"weights": device_lib.tree_bytes(self._params)}
+        if prefill is not None:
+            self.live["KV cache"] = device_lib.tree_bytes(state.cache.kv)
 
         for index, row in enumerate(rows):
             text = row.finish()
@@ -178,7 +210,12 @@ class Generator:
         times = Times(ready - began, first - ready, ended - first, sum(map(len, ids)), new, rate)
         return results, times
 
-    def _program(self, name: str, batch: int, capacity: int) -> Callable[..., Any]:
+    def compiled_peaks(self) -> dict[str, Figure]:
+        """Bytes that XLA gives each program of the last call, by name: the figure of `ledger.compiled`."""
+        newest = {name: program for (name, _, _), program in self._compiled.items()}
+        return {name: compiled.figures(program)["peak"] for name, program in newest.items()}
+
+    def _program(self, name: str, batch: int, capacity: int) -> jax.stages.Compiled:
         """The executable, compiled at its first use."""
         key = (name, batch, capacity)
         if key not in self._compiled:

@@ -1,30 +1,32 @@
-"""The bill: python -m jaxllm.ledger --config configs/quickstart.py [--task train|infer] [--config.a.b=value …]
-[--device h100 --count 8] [--compile] [--json]
+"""The bill: python -m jaxllm.ledger --config configs/quickstart.py [--task train|infer|both] [--config.a.b=value …]
+[--device h100 --count 8] [--weights int4 --cache int8] [--compile] [--json] [--html bill.html] [--png bill.png]
 
 Says, before anything runs, what memory and work a configuration needs on this machine, or on another that need not
 be there, and whether it fits. With --compile, XLA's own figures stand beside: the program is compiled and not run.
+With --html the bill is a page whose form recomputes it; with --png it is a picture.
 """
 
 import json
-import math
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
 from rich.console import Console
 
-from jaxllm import architectures, commandline, hardware, mesh
-from jaxllm.config import Architecture, Config
+from jaxllm import commandline, hardware, mesh
 from jaxllm.decode import engine
 from jaxllm.errors import UserError
-from jaxllm.hardware import Device
-from jaxllm.ledger import absent, bill, compiled, report
+from jaxllm.ledger import absent, compiled, formats, page, picture, report, request
+from jaxllm.ledger.bill import AUTO
 from jaxllm.ledger.compiled import Inspection
 from jaxllm.ledger.reconcile import reconcile
+from jaxllm.ledger.request import TASKS, Request
 from jaxllm.ledger.rows import Ledger, Unknown, figure_to_json
 from jaxllm.ledger.tasks import Sampling, programs_of
 
-_TASK = flags.DEFINE_enum("task", "train", ["train", "infer"], "What to bill.")
+_TASK = flags.DEFINE_enum("task", "train", [*TASKS, "both"], "What to bill; both: one beside the other.")
 _DEVICE = flags.DEFINE_string(
     "device", "auto", f"The device: auto is this machine's; or {', '.join(hardware.DEVICES)}."
 )
@@ -34,48 +36,90 @@ _BATCH = flags.DEFINE_integer("batch", 1, "infer: sequences at a time.", lower_b
 _CONTEXT = flags.DEFINE_integer(
     "context", None, "infer: tokens of prompt and text; by default the model's context.", lower_bound=1
 )
+_WEIGHTS = flags.DEFINE_enum(
+    "weights", AUTO, [AUTO, *formats.FORMATS], "infer: the format of the weights; auto is what programs compute with."
+)
+_CACHE = flags.DEFINE_enum(
+    "cache", AUTO, [AUTO, *formats.CACHE_FORMATS], "infer: the format of keys and values; auto likewise."
+)
 _JSON = flags.DEFINE_bool("json", False, "One JSON object on standard output, and nothing else.")
+_HTML = flags.DEFINE_string("html", None, "Writes the bill to this file as a page with a what-if form.")
+_PNG = flags.DEFINE_string("png", None, "Writes the bill to this file as a picture.")
 
 
 def main() -> int:
     config = commandline.load_config()
-    model = architectures.resolve_config(config)
-    sampling = _sampling(model) if _TASK.value == "infer" else None
-    if sampling is None:
-        absent.require_count(config, _COUNT.value or math.prod(mesh.sizes(config.mesh).values()))
-    elif (_COUNT.value or 1) != 1:
+    _check_outputs()
+    asked = Request(
+        config=config,
+        device=hardware.named(_DEVICE.value),
+        count=_COUNT.value,
+        batch=_BATCH.value,
+        context=_CONTEXT.value,
+        chunk=engine.CHUNK,
+        weights=_WEIGHTS.value,
+        cache=_CACHE.value,
+    )
+    if _TASK.value == "infer" and (_COUNT.value or 1) != 1:
         raise UserError(f"--task infer is billed on one device, and --count is {_COUNT.value}")
-    device = hardware.named(_DEVICE.value)
-    if sampling is None:
-        ledger = bill.training(config, model, device)
-    else:
-        ledger = bill.sampling(bill.title(config), model, device, sampling.batch, sampling.context, sampling.chunk)
-    inspections = _inspect(config, model, device, ledger.count, sampling) if _COMPILE.value else {}
+    makers = {"train": request.train, "infer": request.infer}
+    tasks = TASKS if _TASK.value == "both" else (_TASK.value,)
+    if _COMPILE.value and "infer" in tasks:
+        request.require_programs(asked)
+    bills = {task: makers[task](asked) for task in tasks}
+    inspections = {task: _inspect(asked, task) if _COMPILE.value else {} for task in tasks}
     if _JSON.value:
-        print(json.dumps(_to_json(ledger, inspections), indent=1))
+        told = {task: _to_json(bills[task], inspections[task]) for task in tasks}
+        print(json.dumps(told if len(tasks) > 1 else told[tasks[0]], indent=1))
     else:
-        report.show_bill(ledger, device, Console())
-        for name, inspection in inspections.items():
-            report.show_inspection(name, inspection, ledger, Console())
+        _show(bills, inspections, asked)
+    if _PNG.value:
+        picture.write(list(bills.values()), _PNG.value)
+    if _HTML.value:
+        pathlib.Path(_HTML.value).write_text(page.render(asked, _DEVICE.value, _TASK.value))
     return 0
 
 
-def _sampling(model: Architecture) -> Sampling:
-    context = _CONTEXT.value or model.context_length
-    if context > model.context_length and model.positions == "learned":
-        raise UserError(
-            f"--context is {context} and the model has {model.context_length} learned positions; ask for at most those"
-        )
-    return Sampling(_BATCH.value, context, min(engine.CHUNK, context), engine.STEPS)
+def _check_outputs() -> None:
+    """What writes the files is installed, and they can be written: said before the work.
+
+    Raises:
+      UserError: what is missing.
+    """
+    for flag, value, require in (("--html", _HTML.value, page.require), ("--png", _PNG.value, picture.require)):
+        if value is None:
+            continue
+        path = pathlib.Path(value)
+        if path.is_dir() or not path.parent.is_dir():
+            missing = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise UserError(f"{flag} {value}: {missing}; name a file in a folder that exists")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UserError(f"{flag} {value}: it cannot be written; name a file in a folder of yours")
+        require()
 
 
-def _inspect(
-    config: Config, model: Architecture, device: Device, count: int, sampling: Sampling | None
-) -> dict[str, Inspection]:
+def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, Inspection]], asked: Request) -> None:
+    console = Console()
+    for task, ledger in bills.items():
+        report.show_bill(ledger, asked.device, console)
+        for name, inspection in inspections[task].items():
+            report.show_inspection(name, inspection, ledger, console)
+    if len(bills) > 1:
+        report.show_comparison(bills["train"], bills["infer"], console)
+
+
+def _sampling(asked: Request) -> Sampling:
+    context = request.context_of(asked)
+    return Sampling(asked.batch, context, min(asked.chunk, context), engine.STEPS)
+
+
+def _inspect(asked: Request, task: str) -> dict[str, Inspection]:
+    sampling = _sampling(asked) if task == "infer" else None
     if _DEVICE.value != "auto":
-        return absent.inspect(config, _DEVICE.value, count, sampling)
-    over = absent.abstract_mesh(config) if sampling else mesh.make_mesh(config.mesh)
-    made = programs_of(config, model, device.platform, over, sampling)
+        count = 1 if sampling else request.count_of(asked)
+        return absent.inspect(asked.config, _DEVICE.value, count, sampling)
+    over = absent.abstract_mesh(asked.config) if sampling else mesh.make_mesh(asked.config.mesh)
+    made = programs_of(asked.config, asked.model, asked.device.platform, over, sampling)
     return {name: compiled.inspect(program.compile) for name, program in made.items()}
 
 

@@ -10,10 +10,11 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
 import os
+import pathlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from jaxllm import architectures, hardware, mesh
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.errors import RunError, UserError
-from jaxllm.ledger import compiled
+from jaxllm.ledger import compiled, tpu_report
 from jaxllm.ledger.compiled import Inspection
 from jaxllm.ledger.tasks import Sampling, programs_of
 from jaxllm.programs import Program
@@ -66,7 +67,21 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def compile_for(program: Program, target: Target, count: int) -> jax.stages.Compiled:
+def inspection_for(program: Program, target: Target, count: int) -> Inspection:
+    """What compiling a program for absent devices tells; its inputs as for `compile_for`."""
+    if target.platform != "tpu":
+        return compiled.inspect(functools.partial(compile_for, program, target, count))
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
+        return compiled.inspect(
+            functools.partial(compile_for, program, target, count, options),
+            lambda executable: compiled.figures(executable) | tpu_report.figures(pathlib.Path(folder)),
+        )
+
+
+def compile_for(
+    program: Program, target: Target, count: int, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
     """The executable of a program whose inputs lie on an `AbstractMesh` of `count` devices, or on no mesh and 1 device.
 
     The mesh is abstract because the devices of a CUDA topology know of no memory kinds: on a mesh of them, JAX
@@ -81,7 +96,7 @@ def compile_for(program: Program, target: Target, count: int) -> jax.stages.Comp
     )
     # JAX compiles for the devices that it is given, but with the compiler of its default backend.
     lowered._lowering.compile_args["backend"] = devices[0].client
-    return lowered.compile(device_assignment=tuple(devices[:count]))
+    return lowered.compile(options, device_assignment=tuple(devices[:count]))
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
@@ -89,22 +104,6 @@ def abstract_mesh(config: Config) -> AbstractMesh:
     # Auto, as a `Mesh` is; of an abstract one JAX 0.12 would make the axes explicit.
     kinds = (AxisType.Auto,) * len(mesh.AXES)
     return AbstractMesh(tuple(mesh.sizes(config.mesh).values()), mesh.AXES, axis_types=kinds)
-
-
-def require_count(config: Config, count: int) -> None:
-    """The mesh of a configuration takes exactly so many devices.
-
-    Raises:
-      UserError: it takes another number.
-    """
-    shape = mesh.sizes(config.mesh)
-    wanted = math.prod(shape.values())
-    if wanted != count:
-        told = " × ".join(f"{axis} {size}" for axis, size in shape.items())
-        raise UserError(
-            f"--count is {count} and config.mesh takes {wanted} ({told}); change config.mesh so that its product is "
-            f"{count}, for instance --config.mesh.data={count}"
-        )
 
 
 def inspect(config: Config, name: str, count: int, sampling: Sampling | None = None) -> dict[str, Inspection]:
@@ -119,7 +118,7 @@ def inspect(config: Config, name: str, count: int, sampling: Sampling | None = N
     """
     device = hardware.named(name)
     if sampling is None:
-        require_count(config, count)
+        mesh.require_count(config.mesh, count)
     require_compiler(device.name, device.compile_target).topology(count)
     asked = sampling and dataclasses.asdict(sampling)
     request = {"config": config_lib.to_dict(config), "device": name, "count": count, "sampling": asked}
@@ -151,10 +150,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         target = require_compiler(device.name, device.compile_target)
         sampling = Sampling(**request["sampling"]) if request["sampling"] else None
         made = programs_of(config, model, device.platform, abstract_mesh(config), sampling)
-        told = {
-            name: compiled.inspect(functools.partial(compile_for, program, target, request["count"])).to_json()
-            for name, program in made.items()
-        }
+        told = {name: inspection_for(program, target, request["count"]).to_json() for name, program in made.items()}
     except UserError as error:
         return {"error": str(error)}
     return {"programs": told}

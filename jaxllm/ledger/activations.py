@@ -36,13 +36,13 @@ def rows_between_passes(setting: Setting, phase: str) -> Iterator[Row]:
         count = layers - grouped
         if count and not (where == rows.HOST and phase != rows.BOUNDARY):
             yield rows.row(tag, "activations", where, f"{count} layers × {each:,} B", count * each)
-    for name, per_token, tokens in _outside(setting):
+    for name, per_token, tokens in _outside(setting, phase):
         yield rows.row(name, "activations", phase, f"{tokens:,} tokens × {per_token:,} B", tokens * per_token)
     if setting.model.experts:
         yield rows.row("tokens counted", "activations", phase, "4 B", FLOAT32)
 
 
-def _outside(setting: Setting) -> Iterator[tuple[str, int, int]]:
+def _outside(setting: Setting, phase: str) -> Iterator[tuple[str, int, int]]:
     """(name, bytes a token, tokens)."""
     model, tokens, own = setting.model, setting.tokens, setting.tokens // setting.tensor
     D = model.width
@@ -53,12 +53,14 @@ def _outside(setting: Setting) -> Iterator[tuple[str, int, int]]:
     if model.positions == "learned":
         yield "position ids", _INT32, own
     else:
-        kinds = len({*model.pattern, *model.tail})
+        kinds = len({*model.pattern * model.repeats, *model.tail})
         yield "rotary angles", kinds * model.head_dim * FLOAT32, tokens
     if model.experts:
         yield "real tokens", _BOOL, tokens
-    # The last norm is in no block: its centred inputs, their scaled and squared forms, and two numbers a token.
-    yield "final norm", 3 * D * FLOAT32 + 2 * FLOAT32, own
+    # The last norm is in no block: its centred inputs, their scaled and squared forms, and two numbers a token. Its
+    # gradient is the first that the backward pass takes.
+    if phase != rows.BACKWARD:
+        yield "final norm", 3 * D * FLOAT32 + 2 * FLOAT32, own
 
 
 def loss_gradients(setting: Setting) -> int:

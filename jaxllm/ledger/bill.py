@@ -1,22 +1,17 @@
-"""The bill of a run on the machine it starts on: made before it, held against it after its second step."""
+"""The bill of a run on a device: the closed forms of memory and work together, with the device's capacity."""
 
 import dataclasses
-import json
-import pathlib
-from typing import Any
 
-import jax
-from rich.console import Console
-
-from jaxllm import hardware
 from jaxllm.config import Architecture, Config
-from jaxllm.errors import RunError
 from jaxllm.hardware import Device
-from jaxllm.ledger import communication, compiled, compute, inference, memory, report, trace
-from jaxllm.ledger import device as device_lib
-from jaxllm.ledger.reconcile import EXACT, Reconciliation, reconcile
+from jaxllm.ledger import communication, inference, memory, roofline
+from jaxllm.ledger import setting as setting_lib
+from jaxllm.ledger.roofline import Roofline
 from jaxllm.ledger.rows import Ledger, Unknown
 from jaxllm.train.precision import policy_for
+
+# In the place of a format: the one that programs compute with.
+AUTO = "auto"
 
 
 def title(config: Config) -> str:
@@ -32,13 +27,27 @@ def training(config: Config, model: Architecture, device: Device) -> Ledger:
     """
     policy = policy_for(config.precision.policy, device.platform)
     ledger = memory.training(model, config, policy.name, device.platform)
-    work = compute.train_step(model, config, policy.name, device.platform)
-    billed = _on(device, ledger, work, policy.compute.name)
+    setting = setting_lib.make(model, config, policy.name, device.platform)
+    billed = _on(device, ledger, roofline.train_step(setting, device))
     sent = round(sum(transfer.ring_bytes for transfer in communication.train_step(model, config, policy.name)))
     return dataclasses.replace(billed, model=title(config), compute={**billed.compute, "sent_bytes": sent})
 
 
-def sampling(name: str, model: Architecture, device: Device, batch: int, capacity: int, chunk: int) -> Ledger:
+def plain_format(platform: str) -> str:
+    """The format of weights and cache that programs compute with on a platform, and hold them in."""
+    return policy_for("auto", platform).name
+
+
+def sampling(
+    name: str,
+    model: Architecture,
+    device: Device,
+    batch: int,
+    capacity: int,
+    chunk: int,
+    weights: str = AUTO,
+    cache: str = AUTO,
+) -> Ledger:
     """The ledger of decoding on a device, with the work of one token.
 
     Args:
@@ -46,61 +55,22 @@ def sampling(name: str, model: Architecture, device: Device, batch: int, capacit
       batch: sequences at a time.
       capacity: tokens of prompt and text a sequence may have.
       chunk: prompt tokens taken at a time.
+      weights, cache: formats, by the names of `ledger.formats`; auto is what programs compute with.
+    Raises:
+      UserError: no such format.
     """
-    policy = policy_for("auto", device.platform)
-    ledger = inference.inference(model, batch, capacity, chunk, policy.name, policy.name, name, device.platform)
-    work = compute.decode_token(model, batch, capacity, policy.name, policy.name)
-    return _on(device, ledger, work, policy.compute.name)
+    plain, dtype = plain_format(device.platform), policy_for("auto", device.platform).compute.name
+    weights, cache = (plain if name == AUTO else name for name in (weights, cache))
+    ledger = inference.inference(model, batch, capacity, chunk, weights, cache, name, device.platform)
+    least = roofline.decode_token(model, batch, capacity, weights, cache, device, dtype)
+    return _on(device, ledger, least)
 
 
-def _on(device: Device, ledger: Ledger, work: compute.Work, dtype: str) -> Ledger:
-    capacity = device.memory_bytes
+def _on(device: Device, ledger: Ledger, least: Roofline) -> Ledger:
+    capacity = device.memory_of_each(ledger.count)
     return dataclasses.replace(
         ledger,
         device=device.name,
         capacity_bytes=Unknown(f"{device.name}: {device.source}") if capacity is None else capacity,
-        compute=work.to_json(device, dtype),
+        compute=least.to_json(),
     )
-
-
-class TrainingBill:
-    """What the trainer shows of the ledger, and what it is measured against.
-
-    Args:
-      config, model: of the run.
-      console: where to show it.
-    """
-
-    def __init__(self, config: Config, model: Architecture, console: Console):
-        self._config, self._model = config, model
-        self._check, self._console = config.ledger.check, console
-        self._device = hardware.this_machine()
-        self._ledger = training(config, model, self._device)
-        self.model_flops_per_token = compute.model_flops_per_token(model, config.data.sequence_length)
-        dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
-        peak = self._device.peak_flops.get(dtype)
-        self.peak_flops = peak * self._ledger.count if peak else None
-
-    def show(self) -> None:
-        """Rows, total, capacity, verdict."""
-        report.show_bill(self._ledger, self._device, self._console)
-
-    def reconcile(self, workdir: pathlib.Path, train_step: jax.stages.Compiled, state: Any) -> Reconciliation | None:
-        """Holds the ledger against the program and the live arrays; shows it and writes `workdir/ledger.json`.
-
-        Raises:
-          RunError: config.ledger.check is strict and the persistent state is not what the ledger says.
-        """
-        if self._check == "off":
-            return None
-        trees = {"weights": state.params, "optimizer": state.opt_state, "state": state}
-        traced = trace.figures(self._config, self._model, self._device.platform)
-        result = reconcile(self._ledger, compiled.figures(train_step), {"peak": device_lib.peak_bytes()}, trees, traced)
-        (workdir / "ledger.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
-        report.show_reconciliation(result, self._console)
-        faults = [fault for fault in result.faults(float("inf")) if fault.startswith(EXACT)]
-        if faults and self._check == "strict":
-            raise RunError(f"config.ledger.check is strict and the ledger is wrong: {'; '.join(faults)}")
-        for fault in faults:
-            self._console.print(f"ledger: {fault}", highlight=False, markup=False)
-        return result

@@ -11,6 +11,7 @@ Outside of loops a compiler may find that what is gathered again has been gather
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Literal
@@ -18,7 +19,8 @@ from typing import Literal
 from jaxllm.config import Architecture, Config
 from jaxllm.ledger import setting as setting_lib
 from jaxllm.ledger.dataflow import block
-from jaxllm.ledger.setting import FLOAT32, Parameter, Setting
+from jaxllm.ledger.layout import Layout
+from jaxllm.ledger.setting import FLOAT32, Setting
 
 Op = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
@@ -60,7 +62,11 @@ def train_step(model: Architecture, config: Config, policy_name: str) -> tuple[T
     Raises:
       UserError: an array cannot be split as the mesh wants it.
     """
-    setting = setting_lib.make(model, config, policy_name, "gpu")
+    return transfers(setting_lib.make(model, config, policy_name, "gpu"))
+
+
+def transfers(setting: Setting) -> tuple[Transfer, ...]:
+    """The same of a setting, whatever its platform."""
     made = (*_weights(setting), *_gradients(setting), *_activations(setting))
     return tuple(transfer for transfer in made if transfer.elements and transfer.devices > 1)
 
@@ -71,31 +77,29 @@ def _transfer(setting: Setting, name: str, op: Op, axes: tuple[str, ...], elemen
     return Transfer(name, op, there, devices, elements, itemsize or setting.compute)
 
 
-def padded(setting: Setting, parameters: list[Parameter]) -> int:
-    """Numbers of arrays put together from their shares over `data`, padding included."""
-    return sum(setting.per_device(parameter.share) for parameter in parameters) * setting.mesh["data"]
+def padded(setting: Setting, *groups: str) -> int:
+    """Numbers of all arrays, or of those of some groups, put together from their shares over `data`, with padding."""
+    return setting.total("share", *groups) * setting.mesh["data"]
 
 
 def _weights(setting: Setting) -> Iterator[Transfer]:
     data, accumulate = ("data",), setting.config.train.accumulate
-    everything = list(setting.parameters)
     if setting.stage in (1, 2) and setting.mixed:
-        yield _transfer(setting, "weights, from masters", "all-gather", data, padded(setting, everything))
+        yield _transfer(setting, "weights, from masters", "all-gather", data, padded(setting))
     elif setting.stage in (1, 2):
         # What is updated in shares is put together at the end of the step, as it is stored.
-        count = padded(setting, everything)
+        count = padded(setting)
         yield _transfer(setting, "weights, updated", "all-gather", data, count, setting.store)
     elif setting.stage == 3:
-        once = setting.select("embed", "final_norm", "head")
         # Under `sqrt` a block of a group runs twice before its gradients are taken.
         passes = 3 if setting.group_size > 1 else 2
-        for name, parameters, times in (
-            ("layers, in each pass", setting.select("layers"), passes * accumulate),
-            ("layers after the loop, in each pass", setting.select("tail"), 2 * accumulate),
+        for name, groups, times in (
+            ("layers, in each pass", ("layers",), passes * accumulate),
+            ("layers after the loop, in each pass", ("tail",), 2 * accumulate),
             # XLA takes them out of the loop over micro-batches.
-            ("embeddings, norm and head", once, 1),
+            ("embeddings, norm and head", ("embed", "final_norm", "head"), 1),
         ):
-            count = padded(setting, parameters) * times
+            count = padded(setting, *groups) * times
             yield _transfer(setting, f"weights: {name}", "all-gather", data, count)
 
 
@@ -103,28 +107,41 @@ def _gradients(setting: Setting) -> Iterator[Transfer]:
     accumulate, stage = setting.config.train.accumulate, setting.stage
     # Sums over micro-batches are float32; stages 2 and 3 add up what is scattered already.
     summed = FLOAT32 if setting.accumulates else setting.compute
-    everything = list(setting.parameters)
     if stage:
         size = summed if stage == 1 else setting.compute
-        count = padded(setting, everything)
+        count = padded(setting)
         if stage >= 2 and setting.model.tied_embeddings:  # looked up and multiplied with: two sums
-            count += padded(setting, [p for p in everything if p.name == "embed.tokens"])
+            table = next(p for p in setting.parameters if p.name == "embed.tokens")
+            count += setting.per_device(table.share) * setting.mesh["data"]
         count *= accumulate if stage > 1 else 1
         yield _transfer(setting, "gradients", "reduce-scatter", ("data",), count, size)
     over = ("replica",) if stage else ("replica", "data")
 
-    def held(parameter: Parameter) -> int:
-        return setting.per_device(parameter.share) if stage else setting.computing(parameter)
-
-    split = [p for p in everything if any("tensor" in axes for axes in p.weight.axes)]
-    whole = [p for p in everything if p not in split]
+    split, whole = _split_over_tensor(setting.layout, stage > 0)
     if setting.tensor == 1:
-        split, whole = everything, []
-    for name, parameters, axes in (
+        split, whole = split + whole, 0
+    for name, count, axes in (
         ("gradients, summed", split, over),
         ("gradients that meet other tokens along tensor", whole, (*over, "tensor")),
     ):
-        yield _transfer(setting, name, "all-reduce", axes, sum(map(held, parameters)), summed)
+        yield _transfer(setting, name, "all-reduce", axes, count, summed)
+
+
+@functools.lru_cache(maxsize=4096)
+def _split_over_tensor(layout: Layout, shares: bool) -> tuple[int, int]:
+    """Numbers of gradients on a device: (of arrays that are split over `tensor`, of the others).
+
+    Args:
+      shares: whether a device has shares over `data` of them; or all that it computes with.
+    """
+    split = whole = 0
+    for parameter in layout.parameters:
+        count = layout.per_device(parameter.share) if shares else layout.computing(parameter)
+        if any("tensor" in axes for axes in parameter.weight.axes):
+            split += count
+        else:
+            whole += count
+    return split, whole
 
 
 def _activations(setting: Setting) -> Iterator[Transfer]:

@@ -95,9 +95,14 @@ class Inspection:
         )
 
 
-def inspect(compile_: Callable[[], jax.stages.Compiled]) -> Inspection:
+def inspect(
+    compile_: Callable[[], jax.stages.Compiled],
+    figures_of: Callable[[jax.stages.Compiled], Mapping[str, Any]] = figures,
+) -> Inspection:
     """Compiles and reads what came of it. A program that the compiler finds too large for the device is a result.
 
+    Args:
+      figures_of: where a backend's `memory_analysis` is not enough.
     Raises:
       jax.errors.JaxRuntimeError: the compiler failed for another reason.
     """
@@ -117,7 +122,7 @@ def inspect(compile_: Callable[[], jax.stages.Compiled]) -> Inspection:
         products = dataclasses.asdict(products_lib.products(module))
     except (ValueError, KeyError, IndexError) as error:  # a spelling of XLA's that we do not know yet
         collectives = products = Unknown(f"the program's text cannot be read: {type(error).__name__}: {error}")
-    return Inspection(figures(compiled), collectives, products, seconds)
+    return Inspection(figures_of(compiled), collectives, products, seconds)
 
 
 def refusal(message: str, seconds: float) -> Inspection:

@@ -90,8 +90,18 @@ class Block:
             flops += again["attn_scores"].flops
         return flops
 
+    @functools.cached_property
+    def _found(self) -> dict[tuple[str, ...], tuple[list[str], list[str]]]:
+        """Tags -> what `_needed` has found for them."""
+        return {}
+
     def _needed(self, tags: tuple[str, ...]) -> tuple[list[str], list[str]]:
         """(values kept, values made again)."""
+        if tags not in self._found:
+            self._found[tags] = self._search(tags)
+        return self._found[tags]
+
+    def _search(self, tags: tuple[str, ...]) -> tuple[list[str], list[str]]:
         kept: list[str] = []
         made: list[str] = []
         waiting = list(self.read)

@@ -1,9 +1,12 @@
-"""The device column: what really lies on a running device."""
+"""The device column: what really lies on a running device, and what of it is not ours."""
 
+import resource
 from typing import Any
 
 import jax
+import psutil
 
+from jaxllm.hardware import Device
 from jaxllm.ledger.rows import Figure, Unknown
 
 
@@ -44,6 +47,59 @@ def peak_bytes(device: jax.Device | None = None) -> Figure:
 def capacity_bytes(device: jax.Device | None = None) -> Figure:
     """What the process may allocate on a device."""
     return _statistic("bytes_limit", device)
+
+
+def held_by_others(device: jax.Device | None = None) -> Figure:
+    """Bytes of a device that are taken, and not by arrays of this process.
+
+    An accelerator's allocator tells of its own process only: what it has beside the arrays are programs, and what
+    libraries took. On a CPU it is the host's memory that other processes use.
+    """
+    device = device or jax.local_devices()[0]
+    if device.platform == "cpu":
+        memory = psutil.virtual_memory()
+        return max(0, memory.total - memory.available - psutil.Process().memory_info().rss)
+    used = _statistic("bytes_in_use", device)
+    return used if isinstance(used, Unknown) else max(0, used - live_bytes(device))
+
+
+def available_bytes(device: jax.Device | None = None) -> Figure:
+    """Bytes of a device that arrays of this process may take in all, those that lie there now included.
+
+    Several CPUs that JAX pretends to have share their host's memory: it is told whole for each.
+    """
+    device = device or jax.local_devices()[0]
+    if device.platform == "cpu":
+        return _free_host_bytes() + sum(map(live_bytes, jax.local_devices(backend="cpu")))
+    capacity, others = capacity_bytes(device), held_by_others(device)
+    if isinstance(capacity, Unknown):
+        return capacity
+    return others if isinstance(others, Unknown) else max(0, capacity - others)
+
+
+def left_for_us(device: Device, held: Figure, count: int = 1) -> Figure:
+    """Of a device's memory, what its other users leave to a task on `count` of them.
+
+    A host's figure is of what is free already; the CPUs that JAX pretends to have share it.
+
+    Args:
+      held: of `held_by_others`.
+    """
+    if device.memory_bytes is None:
+        return Unknown(f"{device.name}: {device.source}")
+    if device.platform == "cpu":
+        return device.memory_bytes // count
+    return device.memory_bytes if isinstance(held, Unknown) else max(0, device.memory_bytes - held)
+
+
+def _free_host_bytes() -> int:
+    """What this process may still allocate: what the machine has, or its own limit (`ulimit -v`) leaves."""
+    process = psutil.Process().memory_info()
+    free = [psutil.virtual_memory().available]
+    own, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if own != resource.RLIM_INFINITY:
+        free.append(own - process.vms)
+    return max(0, min(free))
 
 
 def _statistic(name: str, device: jax.Device | None) -> Figure:

@@ -2,7 +2,7 @@
 
 Exact: every row of the persistent phase and of the host's memory (`ledger.states`), the batch, the copies that
 compute, the gradients and their accumulator, and what waits for the backward pass (`ledger.activations`). Approximate:
-the workspaces, which are the compiler's choice (`ledger.workspaces`). The tests hold the peak that they make against
+the workspaces, which are the compiler's choice (`ledger.xla`). The tests hold the peak that they make against
 XLA's.
 
 Only the configuration, the specs and the mesh's rules are read, never the model's code, so that agreement is evidence.
@@ -14,7 +14,7 @@ from jaxllm.config import Architecture, Config
 from jaxllm.ledger import setting as setting_lib
 from jaxllm.ledger.rows import HOST, Ledger, Row
 from jaxllm.ledger.states import state_rows
-from jaxllm.ledger.workspaces import backward_rows, boundary_rows, forward_rows, update_rows
+from jaxllm.ledger.xla.step import step_rows
 from jaxllm.model.specs import ParamSpec, is_spec
 
 
@@ -33,8 +33,7 @@ def training(model: Architecture, config: Config, policy_name: str, platform: st
       UserError: an array cannot be split as the mesh wants it.
     """
     setting = setting_lib.make(model, config, policy_name, platform)
-    phases = (state_rows, forward_rows, boundary_rows, backward_rows, update_rows)
-    made = tuple(row for rows_of in phases for row in rows_of(setting))
+    made = (*state_rows(setting), *step_rows(setting))
     parameters = sum(parameter.spec.size for parameter in setting.parameters)
     return Ledger("train", config.model.name, parameters, "", setting.devices, tuple(_device_then_host(made)))
 

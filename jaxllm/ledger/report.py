@@ -1,94 +1,74 @@
 """The ledger for people: tables that fit 100 columns. An unknown figure has a footnote that says why."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from jaxllm.hardware import Device
+from jaxllm.ledger import comparison
 from jaxllm.ledger.compiled import Inspection
 from jaxllm.ledger.reconcile import COLUMNS, Reconciliation
-from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown, figure_from_json, format_bytes, format_si
+from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown, format_bytes, format_si
+from jaxllm.ledger.words import Footnotes, largest_first, verdict, work
 
 WIDTH = 100
 
 
-class _Footnotes:
-    """Numbers the reasons, each once."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def mark(self, figure: Any, text: str) -> str:
-        if not isinstance(figure, Unknown):
-            return text
-        if figure.why not in self.reasons:
-            self.reasons.append(figure.why)
-        return f"unknown [{self.reasons.index(figure.why) + 1}]"
-
-    def show(self, console: Console) -> None:
-        for number, reason in enumerate(self.reasons, 1):
-            _say(console, f"[{number}] {reason}")
-
-
 def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     """What persists, what the fullest phase adds, their sum, and whether the device holds it."""
-    notes = _Footnotes()
+    notes = Footnotes()
     title = f"ledger: {ledger.task} {ledger.model}, {ledger.parameters:,} parameters, {ledger.count} × {device.name}"
     table = _table(title)
-    table.add_column("memory of one device", no_wrap=True)
+    table.add_column("memory of one device", overflow="fold", max_width=34)
     table.add_column("how", overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("of peak", justify="right", no_wrap=True)
     peak = ledger.peak_phase
+
+    def share(size: int, phase: str) -> str:
+        return "" if phase == HOST or not ledger.peak_bytes else f"{size / ledger.peak_bytes:.1%}"
 
     def add(phase: str) -> None:
         for row in ledger.rows:
             if row.phase == phase:
-                table.add_row(row.name, row.formula.rpartition(" = ")[0], format_bytes(row.bytes_per_device))
-        table.add_row(f"sum: {phase}", "", format_bytes(ledger.phase_bytes(phase)), style="bold", end_section=True)
+                size = row.bytes_per_device
+                table.add_row(row.name, row.formula.rpartition(" = ")[0], format_bytes(size), share(size, phase))
+        total = ledger.phase_bytes(phase)
+        cells = (f"sum: {phase}", "", format_bytes(total), share(total, phase))
+        table.add_row(*cells, style="bold", end_section=True)
 
     for phase in (PERSISTENT, peak) if peak != PERSISTENT else (PERSISTENT,):
         add(phase)
-    table.add_row("peak", "", format_bytes(ledger.peak_bytes), style="bold", end_section=True)
+    table.add_row("peak", "", format_bytes(ledger.peak_bytes), "", style="bold", end_section=True)
     if ledger.host_bytes:
         add(HOST)
     console.print(table, width=min(WIDTH, console.width))
+    _say(console, largest_first(ledger))
     others = [phase for phase in PHASES if phase not in (PERSISTENT, peak, HOST) and ledger.phase_bytes(phase)]
     if others:
         sums = ", ".join(f"{phase} {format_bytes(ledger.phase_bytes(phase))}" for phase in others)
         _say(console, f"Phases that need less: {sums}")
-    _say(console, verdict(ledger, notes))
+    _say(console, verdict(ledger, notes, device.held_back))
     if ledger.compute:
         _say(console, work(ledger.compute, notes))
-    notes.show(console)
+    _footnotes(console, notes)
     _say(console, f"Device: {device.source}")
 
 
-def verdict(ledger: Ledger, notes: _Footnotes | None = None) -> str:
-    """One sentence: fits or does not, with both numbers."""
-    need, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
-    if isinstance(capacity, Unknown):
-        has = (notes or _Footnotes()).mark(capacity, "")
-        return f"Needs {need}; whether that fits is {has}"
-    if ledger.fits:
-        return f"fits: needs {need} of {format_bytes(capacity)} ({ledger.peak_bytes / max(capacity, 1):.1%})"
-    over = format_bytes(ledger.peak_bytes - capacity)
-    return f"does not fit: needs {need}, has {format_bytes(capacity)}; {over} too much"
-
-
-def work(compute: Mapping[str, Any], notes: _Footnotes | None = None) -> str:
-    """One sentence: FLOPs, bytes, and the roofline."""
-    notes = notes or _Footnotes()
-    seconds, bound = figure_from_json(compute["roofline_seconds"]), figure_from_json(compute["bound"])
-    least = notes.mark(seconds, "") if isinstance(seconds, Unknown) else f"{format_si(seconds, 's')}, {bound} bound"
-    return f"Work: {format_si(compute['flops'], 'FLOP')}, {format_si(compute['bytes'], 'B')} moved; at least {least}"
+def show_comparison(train: Ledger, infer: Ledger, console: Console) -> None:
+    """What training and inference hold and do, side by side."""
+    table = _table(f"training beside inference: {train.model}, memory of one device where it is fullest")
+    table.add_column("", no_wrap=True)
+    table.add_column("training", justify="right", overflow="fold")
+    table.add_column("inference", justify="right", overflow="fold")
+    for line in comparison.lines(train, infer):
+        table.add_row(line.name, line.train, line.infer, style="bold" if line.name in ("peak", "fits") else "")
+    console.print(table, width=min(WIDTH, console.width))
 
 
 def show_reconciliation(result: Reconciliation, console: Console) -> None:
     """All columns and the gap of the formula to each."""
-    notes = _Footnotes()
+    notes = Footnotes()
     table = _table("reconciliation: bytes on one device, and (formula − column) / column")
     table.add_column("", no_wrap=True)
     for column in COLUMNS:
@@ -101,7 +81,7 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
             cells.append(notes.mark(figure, f"{format_bytes(figure)}{gap}"))
         table.add_row(line.name, *cells)
     console.print(table, width=min(WIDTH, console.width))
-    notes.show(console)
+    _footnotes(console, notes)
 
 
 def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: Console) -> None:
@@ -110,7 +90,7 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
     Args:
       name: of the program; `prefill` and `decode` are held against the phase of that name.
     """
-    notes = _Footnotes()
+    notes = Footnotes()
     need = ledger.persistent_bytes + ledger.phase_bytes(name) if name in PHASES else ledger.peak_bytes
     if inspection.refused:
         _say(console, f"{name}, compiled: does not fit. The compiler's words: {inspection.refused}")
@@ -132,10 +112,10 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
     _say(console, _compiled_verdict(inspection, ledger, notes))
     _collectives(inspection, notes, console)
     _say(console, _products(inspection, notes))
-    notes.show(console)
+    _footnotes(console, notes)
 
 
-def _compiled_verdict(inspection: Inspection, ledger: Ledger, notes: _Footnotes) -> str:
+def _compiled_verdict(inspection: Inspection, ledger: Ledger, notes: Footnotes) -> str:
     """One sentence: whether the compiled program fits."""
     peak, capacity = inspection.figures["peak"], ledger.capacity_bytes
     for figure in (peak, capacity):
@@ -145,7 +125,7 @@ def _compiled_verdict(inspection: Inspection, ledger: Ledger, notes: _Footnotes)
     return f"Compiled: {fits}: needs {format_bytes(peak)} of {format_bytes(capacity)}"
 
 
-def _collectives(inspection: Inspection, notes: _Footnotes, console: Console) -> None:
+def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> None:
     found = inspection.collectives
     if isinstance(found, Unknown):
         _say(console, f"Collectives: {notes.mark(found, '')}")
@@ -167,7 +147,7 @@ def _collectives(inspection: Inspection, notes: _Footnotes, console: Console) ->
     console.print(table, width=min(WIDTH, console.width))
 
 
-def _products(inspection: Inspection, notes: _Footnotes) -> str:
+def _products(inspection: Inspection, notes: Footnotes) -> str:
     found = inspection.products
     if isinstance(found, Unknown):
         return f"Matrix products: {notes.mark(found, '')}"
@@ -185,3 +165,8 @@ def _table(title: str) -> Table:
 
 def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, width=min(WIDTH, console.width))
+
+
+def _footnotes(console: Console, notes: Footnotes) -> None:
+    for number, reason in enumerate(notes.reasons, 1):
+        _say(console, f"[{number}] {reason}")

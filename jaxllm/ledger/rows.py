@@ -4,8 +4,11 @@ Bytes are integers. A figure that cannot be had is `Unknown` with the reason, ne
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
+
+from jaxllm.ledger.counts import told
 
 # In the order a step or a request runs through them. Rows of a phase are alive together; those of
 # PERSISTENT are alive in all of them. Rows of HOST are in the memory of the device's host, and no part of its own.
@@ -18,6 +21,9 @@ PREFILL = "prefill"
 DECODE = "decode"
 HOST = "host memory"
 PHASES = (PERSISTENT, FORWARD, BOUNDARY, BACKWARD, UPDATE, PREFILL, DECODE, HOST)
+
+# Power of 1000 -> prefix of a decimal unit.
+_PREFIXES = dict(enumerate(("µ", "m", "", "k", "M", "G", "T", "P", "E", "Z", "Y"), -2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Row:
       kind: weights, master weights, gradients, optimizer, activations, …
       phase: one of PHASES; what lives in several has a row in each.
       bytes_per_device: on one device.
-      formula: the arithmetic with its numbers, `8,030,261,248 × 4 B = 29.92 GiB`.
+      formula: the arithmetic with its numbers, `8,030,261,248 / 8 × 4 B = 3.74 GiB`.
     """
 
     name: str
@@ -54,10 +60,36 @@ class Row:
     def __post_init__(self) -> None:
         assert self.phase in PHASES, self.phase
 
+    def __getattr__(self, attribute: str) -> str:
+        """The formula of a row of `row` or `numbers`, which is written when it is read for the first time."""
+        if attribute != "formula" or "_arithmetic" not in self.__dict__:
+            raise AttributeError(attribute)
+        arithmetic = self.__dict__["_arithmetic"]
+        if not isinstance(arithmetic, str):
+            count, size = arithmetic
+            arithmetic = f"{told(count)} × {size} B"
+        written = f"{arithmetic} = {format_bytes(self.bytes_per_device)}"
+        self.__dict__["formula"] = written
+        return written
+
 
 def row(name: str, kind: str, phase: str, formula: str, bytes_per_device: int) -> Row:
-    """A row whose formula ends with its value."""
-    return Row(name, kind, phase, bytes_per_device, f"{formula} = {format_bytes(bytes_per_device)}")
+    """A row whose formula ends with its value.
+
+    A plan makes half a million rows and reads a few, so the value is not put into words here.
+    """
+    assert phase in PHASES, phase
+    made = object.__new__(Row)
+    made.__dict__.update(name=name, kind=kind, phase=phase, bytes_per_device=bytes_per_device, _arithmetic=formula)
+    return made
+
+
+def numbers(name: str, kind: str, phase: str, count: int, size: int) -> Row:
+    """A row of so many numbers of so many bytes each; where it is a `Count`, the formula has its division."""
+    assert phase in PHASES, phase
+    made = object.__new__(Row)
+    made.__dict__.update(name=name, kind=kind, phase=phase, bytes_per_device=count * size, _arithmetic=(count, size))
+    return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +116,16 @@ class Ledger:
     capacity_bytes: Figure = Unknown("no device was named")
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def _sums(self) -> dict[str, int]:
+        """Phase -> bytes of its rows; phases without any are not there."""
+        sums: dict[str, int] = {}
+        for row in self.rows:
+            sums[row.phase] = sums.get(row.phase, 0) + row.bytes_per_device
+        return sums
+
     def phase_bytes(self, phase: str) -> int:
-        return sum(row.bytes_per_device for row in self.rows if row.phase == phase)
+        return self._sums.get(phase, 0)
 
     def kind_bytes(self, kind: str, phase: str = PERSISTENT) -> int:
         """Bytes of a kind in a phase."""
@@ -105,7 +145,7 @@ class Ledger:
     def peak_phase(self) -> str:
         """The phase that needs most; PERSISTENT where there is no other."""
         elsewhere = (PERSISTENT, HOST)
-        phases = [phase for phase in PHASES if phase not in elsewhere and any(r.phase == phase for r in self.rows)]
+        phases = [phase for phase in PHASES if phase not in elsewhere and phase in self._sums]
         return max(phases, key=self.phase_bytes, default=PERSISTENT)
 
     @property
@@ -177,12 +217,13 @@ def format_bytes(count: Figure) -> str:
 
 
 def format_si(value: float | Unknown, unit: str) -> str:
-    """In decimal units: 1.50 TFLOP/s, 819 GB/s."""
+    """In decimal units: 1.5 TFLOP/s, 819 GB/s, 4.8 ms."""
     if isinstance(value, Unknown):
         return str(value)
-    prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-    for prefix in prefixes:
-        if abs(value) < 1000 or prefix == prefixes[-1]:
-            break
-        value /= 1000
-    return f"{value:.3g} {prefix}{unit}"
+    power = 0
+    # Of three digits: 999.9 is 1 of the next unit.
+    while abs(value) >= 999.5 and power < max(_PREFIXES):
+        value, power = value / 1000, power + 1
+    while 0 < abs(value) < 0.9995 and power > min(_PREFIXES):
+        value, power = value * 1000, power - 1
+    return f"{value:.3g} {_PREFIXES[power]}{unit}"

@@ -5,12 +5,15 @@ papers and its documented behaviour: the tests hold them against the state that 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 from jaxllm.ledger import rows
+from jaxllm.ledger.counts import Count, Share, count, without_padding
+from jaxllm.ledger.layout import Layout, Parameter
 from jaxllm.ledger.rows import Row
-from jaxllm.ledger.setting import Parameter, Setting
+from jaxllm.ledger.setting import Setting
 from jaxllm.model.specs import ParamSpec
 
 # optax.scale_by_factored_rms factors the two largest dimensions where both have at least this size.
@@ -80,12 +83,59 @@ def held(slot: Slot, parameter: Parameter, setting: Setting) -> tuple[int, int]:
     A moment that has its parameter's shape is split as ZeRO splits moments. A factored one, or the placeholder of
     one, is whole on every device.
     """
-    numbers, spec = slot.numbers(parameter.spec), parameter.spec
-    if numbers != spec.size:
-        return numbers, 0
-    stored = setting.per_device(parameter.moment)
-    own = numbers * stored // math.prod(parameter.moment.shape)
-    return own, stored - own
+    return _held(setting.config.optimizer.name, setting.layout)[slot.name, parameter.name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(name: str, layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
+    """(slot, parameter) of an optimizer, by name -> `held`."""
+    found = {}
+    for slot in SLOTS[name]:
+        for parameter in layout.parameters:
+            numbers, spec = slot.numbers(parameter.spec), parameter.spec
+            if numbers != spec.size:
+                found[slot.name, parameter.name] = numbers, 0
+                continue
+            stored = layout.per_device(parameter.moment)
+            own = numbers * stored // math.prod(parameter.moment.shape)
+            found[slot.name, parameter.name] = own, stored - own
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def largest_state(name: str, layout: Layout, moment: int, master: int) -> int:
+    """Bytes of what belongs to one array: of an optimizer's slots, and of its master weights.
+
+    Args:
+      moment, master: bytes of a number.
+    """
+    return max(
+        moment * sum(sum(_held(name, layout)[slot.name, parameter.name]) for slot in SLOTS[name])
+        + master * layout.per_device(parameter.weight)
+        for parameter in layout.parameters
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(name: str, layout: Layout) -> list[tuple[str, Count, int]]:
+    """Of each slot of an optimizer: (its name, numbers of the model, of padding) on one device."""
+    counted = []
+    for slot in SLOTS[name]:
+        parts = []
+        for parameter in layout.parameters:
+            numbers = slot.numbers(parameter.spec)
+            # What has not its parameter's shape is whole on every device.
+            whole = numbers != parameter.spec.size
+            parts.append(Share(numbers, 0, 1) if whole else layout.part("moment", parameter))
+        stored = count(part for part in parts if part.numbers)
+        own = without_padding(stored)
+        counted.append((slot.name, own, stored - own))
+    return counted
+
+
+def numbers_held(setting: Setting) -> int:
+    """Of all slots on one device, padding included."""
+    return sum(own + padding for _, own, padding in _counted(setting.config.optimizer.name, setting.layout))
 
 
 def slot_rows(setting: Setting) -> list[Row]:
@@ -93,13 +143,11 @@ def slot_rows(setting: Setting) -> list[Row]:
     optimizer = setting.config.optimizer
     phase = rows.HOST if optimizer.offload != "none" else rows.PERSISTENT
     made, padding, size = [], 0, setting.moment
-    for slot in SLOTS[optimizer.name]:
-        counts = [held(slot, parameter, setting) for parameter in setting.parameters]
-        own = sum(count for count, _ in counts)
-        padding += sum(count for _, count in counts)
-        made.append(rows.row(slot.name, "optimizer", phase, f"{own:,} × {size} B", own * size))
+    for name, own, beside in _counted(optimizer.name, setting.layout):
+        padding += beside
+        made.append(rows.numbers(name, "optimizer", phase, own, size))
     if padding:
-        made.append(rows.row("padding of moments", "optimizer", phase, f"{padding:,} × {size} B", padding * size))
+        made.append(rows.numbers("padding of moments", "optimizer", phase, padding, size))
     counters = _COUNTER_BYTES[optimizer.name]
     if counters:
         made.append(rows.row("counters", "optimizer", rows.PERSISTENT, f"{counters} B", counters))

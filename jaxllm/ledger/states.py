@@ -1,8 +1,10 @@
 """What a training run keeps between its steps, on each device and in its host's memory: exact."""
 
-import math
+import functools
 
-from jaxllm.ledger import rows
+from jaxllm.ledger import rows, tiles
+from jaxllm.ledger.counts import Count, without_padding
+from jaxllm.ledger.layout import Layout
 from jaxllm.ledger.rows import Row
 from jaxllm.ledger.setting import FLOAT32, Setting
 from jaxllm.ledger.slots import slot_rows
@@ -22,17 +24,22 @@ def state_rows(setting: Setting) -> list[Row]:
     """
     kind = "master weights" if setting.mixed else "weights"
     phase = rows.HOST if setting.config.optimizer.offload == "all" else rows.PERSISTENT
-    own = padding = 0
-    for parameter in setting.parameters:
-        stored = setting.per_device(parameter.weight)
-        mine = parameter.spec.size * stored // math.prod(parameter.weight.shape)
-        own, padding = own + mine, padding + stored - mine
-    size = setting.store
-    made = [rows.row(kind, kind, phase, f"{own:,} × {size} B", own * size)]
+    own, padding = _stored(setting.layout)
+    made = [rows.numbers(kind, kind, phase, own, setting.store)]
     if padding:
-        made.append(rows.row(f"padding of {kind}", kind, phase, f"{padding:,} × {size} B", padding * size))
+        made.append(rows.numbers(f"padding of {kind}", kind, phase, padding, setting.store))
     made += slot_rows(setting)
     made.append(rows.row("step and key", "state", rows.PERSISTENT, f"{FLOAT32} B + 2 × 4 B", _STATE_BYTES))
     if setting.policy == "fp16":
         made.append(rows.row("loss scale", "state", rows.PERSISTENT, "4 B + 4 B", _LOSS_SCALE_BYTES))
+    if setting.platform == "tpu":
+        made.append(tiles.state_padding(setting))
     return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored(layout: Layout) -> tuple[Count, int]:
+    """Numbers of weights on one device: (of the model, of padding beside them)."""
+    stored = layout.total("weight", ())
+    own = without_padding(stored)
+    return own, stored - own

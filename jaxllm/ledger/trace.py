@@ -131,7 +131,8 @@ def _classify(jaxpr: Any, of_batch: int, width: int) -> Residuals:
             continue
         size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
         tag = _tag(jaxpr, var)
-        if tag == OTHER and var.aval.ndim == 2 and var.aval.shape[1] == width:
+        hidden = var.aval.ndim == 2 and var.aval.shape[1] == width and jnp.issubdtype(var.aval.dtype, jnp.floating)
+        if tag == OTHER and hidden:
             loss += size
         elif str(getattr(var.aval, "memory_space", "")).endswith("Host"):
             host[tag] += size

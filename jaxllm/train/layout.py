@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxllm import config_checks
 from jaxllm import mesh as mesh_lib
 from jaxllm.config import Architecture, Config
-from jaxllm.errors import UserError
 from jaxllm.mesh import Kind, Placement
 from jaxllm.model.specs import ParamSpec, is_spec, param_specs
 from jaxllm.train.optimizer import map_state
@@ -16,8 +16,6 @@ from jaxllm.train.precision import Policy
 from jaxllm.train.state import TrainState
 
 HOST = "pinned_host"
-# Their updates are of whole rows and columns, which padding would change.
-_NOT_ELEMENTWISE = ("adafactor", "muon")
 _KINDS: tuple[Kind, ...] = ("weights", "moments")
 
 
@@ -101,24 +99,17 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
     Raises:
       UserError: it cannot be had; names the tensor, the axis and the sizes.
     """
-    stage, offload = config.mesh.zero, config.optimizer.offload
-    if offload == "all" and not policy.mixed:
-        raise UserError(
-            f"config.optimizer.offload is 'all' and config.precision.policy {policy.name!r} has no master weights: "
-            "what computes stays on the device; set it to 'moments', or the policy to bf16"
-        )
-    specs = param_specs(model)
+    offload, specs = config.optimizer.offload, param_specs(model)
     placed = {kind: mesh_lib.placements(specs, config.mesh, kind, policy.mixed) for kind in _KINDS}
-    if config.optimizer.name in _NOT_ELEMENTWISE:
-        if offload != "none":
-            raise UserError(
-                f"config.optimizer.offload is {offload!r} and config.optimizer.name={config.optimizer.name} does not "
-                "update array by array; set offload to 'none', or use adamw"
-            )
-        _refuse_padding(specs, placed["moments"], config.optimizer.name)
+    paths = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    arrays = (
+        (mesh_lib.path_name(path), spec.shape, placement.shape)
+        for (path, spec), placement in zip(paths, jax.tree.leaves(placed["moments"]), strict=True)
+    )
+    config_checks.check_update(config.optimizer, policy.name, policy.mixed, arrays)
     return Layout(
         mesh=mesh,
-        stage=stage,
+        stage=config.mesh.zero,
         specs=specs,
         weights=placed["weights"],
         moments=placed["moments"],
@@ -126,14 +117,3 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
         host_moments=offload != "none",
         host_weights=offload == "all",
     )
-
-
-def _refuse_padding(specs: Any, placements: Any, optimizer: str) -> None:
-    paths = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    for (path, spec), placement in zip(paths, jax.tree.leaves(placements), strict=True):
-        if spec.shape != placement.shape:
-            name = mesh_lib.path_name(path)
-            raise UserError(
-                f"{name} {list(spec.shape)} would be padded to {list(placement.shape)} on this mesh, which "
-                f"config.optimizer.name={optimizer} cannot update; change config.mesh, or use adamw"
-            )

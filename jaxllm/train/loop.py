@@ -1,6 +1,7 @@
 """The training loop: data in, steps run, and everything that happens between steps."""
 
 import contextlib
+import functools
 import math
 import pathlib
 import signal
@@ -17,7 +18,8 @@ from jaxllm.data import pipeline, sources
 from jaxllm.data.streams import Batch
 from jaxllm.errors import RunError
 from jaxllm.interop import tokenizer
-from jaxllm.ledger import bill
+from jaxllm.ledger import shortage
+from jaxllm.ledger.training_bill import TrainingBill
 from jaxllm.train import shares
 from jaxllm.train import workdir as workdir_lib
 from jaxllm.train.checkpoint import Checkpointer
@@ -58,7 +60,7 @@ class Trainer:
         self._model = architectures.resolve_config(config)
         self._mesh = mesh.make_mesh(config.mesh)
         self._recipe = programs.make_recipe(config, self._model, jax.default_backend())
-        self._bill = bill.TrainingBill(config, self._model, console)
+        self._bill = TrainingBill(config, self._model, console)
         vocab_size = self._model.vocab_size
         split = sources.split(config.data, vocab_size)
         size = config.train.batch_size
@@ -74,6 +76,7 @@ class Trainer:
         has_text = config.data.source != "tokens"
         self._byte_lengths = tokenizer.load(config.data.tokenizer).byte_lengths() if has_text else None
         self._tracing = False
+        self._doing = "at start-up"  # for messages
 
     def run(self) -> int:
         """Trains to the last step. Returns the exit status: 0, or 128 + the signal that asked to stop."""
@@ -83,7 +86,13 @@ class Trainer:
                 stack.enter_context(workdir_lib.only_run_in(self._workdir))
             checkpoints = stack.enter_context(Checkpointer(self._workdir, self._config, self._say, self._job))
             self._watch.last_good = lambda: checkpoints.last_good
-            return self._run(checkpoints)
+            with shortage.explained(lambda error: self._explain_shortage(error, checkpoints)):
+                return self._run(checkpoints)
+
+    def _explain_shortage(self, error: BaseException, checkpoints: Checkpointer) -> str:
+        if self._job.is_alone:  # the newest may still be on its way, and was good
+            checkpoints.wait()
+        return self._bill.explain_shortage(self._doing, error, checkpoints.last_good)
 
     def _run(self, checkpoints: Checkpointer) -> int:
         config = self._config
@@ -106,6 +115,7 @@ class Trainer:
             state = programs.init_state(config, self._recipe, self._mesh).jitted()
         del restored
         self.clock.lap("start-up")
+        self._doing = "while the training step was compiled"
         train_step = programs.train_step(config, self._recipe, self._mesh).compile()
         eval_step = programs.eval_step(config, self._recipe, self._mesh).compile()
         self._say(f"compiled in {self.clock.lap('compile'):.1f} s")
@@ -132,6 +142,7 @@ class Trainer:
 
         def settle(step: int, values: dict[str, Any], documents: np.ndarray) -> None:
             """Waits for a step's metrics, records them, and stops the run where they are not finite."""
+            self._doing = f"in step {step:,}"  # asynchronous: what fails there is told here
             numbers = {name: float(value) for name, value in values.items()}
             seconds = clock.lap("steps")
             padding = config.train.batch_size * config.data.sequence_length - numbers["tokens"]
@@ -151,8 +162,10 @@ class Trainer:
             stack.callback(self._end_trace)
             display.start()
             waiting: tuple[int, dict[str, Any], np.ndarray] | None = None
+            wrong = ""  # the ledger, where that has to end the run
             for step in range(first + 1, last + 1):
                 self._trace(step, first)
+                self._doing = f"in step {step:,}"
                 batch = next(self._data)
                 stop.begin(step)
                 state, values = train_step(state, self._place(batch, self._data.rows))
@@ -168,14 +181,20 @@ class Trainer:
                     continue
                 settle(*waiting)
                 waiting = None
-                if step == first + 2 and self._job.leads:
-                    self._bill.reconcile(self._workdir, train_step, state)
+                if step == first + 2:
+                    reconcile = functools.partial(self._bill.reconcile, self._workdir, train_step, state)
+                    wrong = self._job.decide("ledger", reconcile)
+                    del reconcile  # it holds the state
                     clock.lap("ledger")
-                if saving:
+                if saving or wrong:
                     checkpoints.save(step, state, self._data.get_state(), self._owned)
                     metrics.write("event", step, event="save")
                     clock.lap("checkpoints")
+                if wrong:
+                    checkpoints.wait()
+                    raise RunError(f"{wrong}; {checkpoints.last_good}")
                 if evaluating:
+                    self._doing = f"in the evaluation after step {step:,}"
                     self._evaluate(step, eval_step, state.params, metrics)
                     clock.lap("evaluation")
                 if stopping:

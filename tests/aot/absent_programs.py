@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ import jax
 from jaxllm import architectures, hardware, mesh
 from jaxllm import config as config_lib
 from jaxllm.config import Config
-from jaxllm.ledger import absent, collectives, compiled, hlo, products
+from jaxllm.ledger import absent, collectives, compiled, hlo, products, tpu_report
 from jaxllm.ledger.collectives import Collective
 from jaxllm.ledger.products import Products
 from jaxllm.ledger.tasks import programs_of
@@ -65,8 +67,13 @@ def _train_step(config_json: str, name: str) -> Found:
     model = architectures.resolve_config(config)
     program = programs_of(config, model, device.platform, absent.abstract_mesh(config), None)["train_step"]
     count = math.prod(mesh.sizes(config.mesh).values())
-    executable = absent.compile_for(program, absent.require_compiler(device.name, device.compile_target), count)
-    return Found(program.inputs, compiled.figures(executable), executable.as_text())
+    target = absent.require_compiler(device.name, device.compile_target)
+    with tempfile.TemporaryDirectory() as folder:
+        dumped = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"} if target.platform == "tpu" else None
+        executable = absent.compile_for(program, target, count, dumped)
+        # A TPU's own analysis is of no use where arguments are donated; see `ledger.tpu_report`.
+        figures = compiled.figures(executable) | tpu_report.figures(pathlib.Path(folder))
+    return Found(program.inputs, figures, executable.as_text())
 
 
 def bytes_per_device(inputs: Any) -> int:

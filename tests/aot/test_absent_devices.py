@@ -103,6 +103,19 @@ def test_every_device_of_the_table_is_one_that_compilers_know(name):
     assert (found["arguments"], found["outputs"]) == (2 * 256 * 256 * 2, 256 * 256 * 2)
 
 
+@pytest.mark.parametrize("name", [name for name, (_, device) in hardware.DEVICES.items() if device.platform == "tpu"])
+def test_a_tpu_has_the_memory_that_its_compiler_lets_a_program_have(name):
+    device = hardware.named(name)
+
+    def compiles(size):
+        rows = jax.ShapeDtypeStruct((size // 2048, 1024), jnp.bfloat16)
+        program = Program("head", jax.jit(lambda a: a[:8] * 2), (rows,), ())
+        return not compiled.inspect(lambda: absent.compile_for(program, device.compile_target, 1)).refused
+
+    assert compiles(device.memory_bytes)
+    assert not compiles(device.memory_bytes + 2**24)
+
+
 def moved(mesh, back):
     """A program that takes 4,096 bytes from host memory, beside 8,192 of the device, and may put them back."""
     host, device = (NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in ("pinned_host", "device"))

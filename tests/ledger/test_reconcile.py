@@ -93,6 +93,39 @@ def test_statistics_of_a_device():
     assert device.capacity_bytes(Statistics()) == Unknown("the memory_stats of a GPU have no bytes_limit")
 
 
+class Busy:
+    """A device of 100 bytes of which 40 are taken; this process has no arrays on it."""
+
+    platform, device_kind = "gpu", "a GPU"
+
+    def memory_stats(self):
+        return {"bytes_in_use": 40, "bytes_limit": 100}
+
+
+def test_what_others_hold_is_not_ours_to_take():
+    assert device.held_by_others(Busy()) == 40
+    assert device.available_bytes(Busy()) == 60
+    assert isinstance(device.available_bytes(Statistics()), Unknown)
+
+
+def test_a_host_s_memory_counts_our_own_arrays_as_ours():
+    before = device.available_bytes()
+    array = jnp.ones(2**26, jnp.float32).block_until_ready()
+    # What the array takes is still ours; other processes come and go meanwhile.
+    assert abs(device.available_bytes() - before) < 0.9 * array.nbytes
+    assert device.held_by_others() > 0
+
+
+def test_left_for_us():
+    gpu = Device("a GPU", 100, None, {}, "a test", "gpu")
+    assert device.left_for_us(gpu, 15) == 85
+    assert device.left_for_us(gpu, 150) == 0
+    assert device.left_for_us(gpu, Unknown("nobody says")) == 100
+    host = Device("a host", 100, None, {}, "a test", "cpu")
+    assert device.left_for_us(host, 15, count=4) == 25, "what is free is told already, and is shared"
+    assert isinstance(device.left_for_us(Device("?", None, None, {}, "a test", "gpu"), 15), Unknown)
+
+
 def shown(show, *arguments, width=100) -> str:
     console = Console(file=io.StringIO(), width=width)
     show(*arguments, console)
@@ -162,6 +195,9 @@ def test_the_command_bills_inference_and_refuses_too_long_a_context(tmp_path):
     done = command(tmp_path, "--task=infer", "--batch=2", "--context=1024")
     assert done.returncode == 0, done.stderr
     assert "KV cache, full" in done.stdout
+    narrow = command(tmp_path, "--task=infer", "--batch=2", "--context=1024", "--weights=int4", "--cache=int8")
+    assert "× 4 bits" in narrow.stdout
+    assert "KV cache scales, full" in narrow.stdout
     refused = command(tmp_path, "--task=infer", "--context=4096")
     assert refused.returncode == 2
     assert "--context is 4096" in refused.stderr

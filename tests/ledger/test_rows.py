@@ -1,10 +1,23 @@
 """Rows, sums and the JSON of a ledger."""
 
+import copy
 import json
 
 import pytest
 
-from jaxllm.ledger.rows import BACKWARD, BOUNDARY, PERSISTENT, Ledger, Row, Unknown, format_bytes, format_si, row
+from jaxllm.ledger.counts import Share, count, told
+from jaxllm.ledger.rows import (
+    BACKWARD,
+    BOUNDARY,
+    PERSISTENT,
+    Ledger,
+    Row,
+    Unknown,
+    format_bytes,
+    format_si,
+    numbers,
+    row,
+)
 
 
 def example(capacity=1000) -> Ledger:
@@ -66,7 +79,38 @@ def test_a_formula_has_its_numbers():
     assert made.formula == "8,030,261,248 × 4 B = 29.92 GiB"
 
 
+@pytest.mark.parametrize(
+    ("shares", "size", "told"),
+    [
+        ([Share(8_030_261_248, 0, 8)], 4, "8,030,261,248 / 8 × 4 B = 3.74 GiB"),
+        ([Share(1000, 0, 4), Share(24, 0, 1), Share(24, 0, 4)], 2, "(1,024 / 4 + 24) × 2 B = 560 B"),
+        ([Share(1000, 24, 8)], 1, "(1,000 + 24 of padding) / 8 × 1 B = 128 B"),
+        ([Share(1001, 0, 8)], 4, "⌊1,001 / 8⌋ × 4 B = 500 B"),
+        ([Share(10, 0, 1)], 4, "10 × 4 B = 40 B"),
+        ([], 4, "0 × 4 B = 0 B"),
+    ],
+)
+def test_a_formula_has_its_division(shares, size, told):
+    made = numbers("weights", "weights", PERSISTENT, count(shares), size)
+    assert made.formula == told
+    assert made == Row("weights", "weights", PERSISTENT, sum(share.held for share in count(shares).shares) * size, told)
+    assert copy.deepcopy(made) == made
+
+
+def test_what_is_computed_from_a_count_is_a_number():
+    assert told(count([Share(16, 0, 8)]) // 2) == "1"
+    assert told(2 * count([Share(16_000, 0, 8)])) == "4,000"
+
+
 def test_other_units():
     assert format_si(989.4e12, "FLOP/s") == "989 TFLOP/s"
-    assert format_si(0.0139, "s") == "0.0139 s"
+    assert format_si(0.0048, "s") == "4.8 ms"
+    assert format_si(0.0139, "s") == "13.9 ms"
+    assert format_si(12.3e-6, "s") == "12.3 µs"
+    assert format_si(5e-10, "s") == "0.0005 µs"
+    assert format_si(0, "s") == "0 s"
+    assert format_si(1, "s") == "1 s"
+    assert format_si(-0.0048, "s") == "-4.8 ms"
+    assert format_si(0.9999, "s") == "1 s"  # of three digits
+    assert format_si(999.9, "FLOP") == "1 kFLOP"
     assert format_si(Unknown("why"), "s") == "unknown"

@@ -1,0 +1,143 @@
+"""The cells of the grid: training runs of published models, drawn by a fixed seed, that a device can hold or nearly.
+
+A draw takes a model, a mesh, a ZeRO stage, an optimizer, a precision, a remat policy, an attention, and the shape of a
+batch, each at random and from what people use. Passed over are draws that the configuration's own checks refuse, and
+those whose state and kept activations, which the ledger knows to the byte, are under 1 % of the device or over 90 %.
+"""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from jaxllm import architectures, hardware
+from jaxllm import config as config_lib
+from jaxllm.config import Config
+from jaxllm.errors import UserError
+from jaxllm.ledger import absent, memory
+from jaxllm.ledger.rows import BOUNDARY
+from jaxllm.ledger.tasks import programs_of
+
+SEED = 20261129
+TARGETS = ("cpu", "h100", "v5e")
+# Devices of a run; on a CPU they are pretended, in one process.
+COUNTS = {"cpu": (1, 1, 2, 4, 8), "h100": (1, 1, 2, 8, 8, 16, 64, 256, 1024), "v5e": (1, 1, 4, 8, 16, 64, 256)}
+# What is trained on a CPU is small.
+_LARGEST = {"cpu": 0.6e9, "h100": 200e9, "v5e": 80e9}
+# Bytes of a device that its cells may fill, as published; a CPU's are those of the machine that the grid pretends.
+MEMORY = {"cpu": 24 * 2**30, "h100": 80 * 10**9, "v5e": 16 * 10**9}
+_OPTIMIZERS = ("adamw", "adamw", "adamw", "adam", "sgd", "momentum", "lion", "adafactor", "muon")
+# A CPU computes in float32 (its bfloat16 products are slow), and hardly anything else is trained on one.
+_POLICIES = {
+    "cpu": ("fp32", "fp32", "fp32", "fp32", "fp32", "bf16"),
+    "h100": ("bf16", "bf16", "bf16", "fp32", "fp16", "bf16_pure"),
+    "v5e": ("bf16", "bf16", "bf16", "bf16", "bf16_pure", "fp32"),
+}
+_REMATS = (
+    "full",
+    "full",
+    "full",
+    "none",
+    "dots",
+    "sqrt",
+    "names:attn_qkv,attn_context,resid_mid",
+    "names:attn_context,mlp_up,mlp_gate",
+    "names:resid_mid",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run on so many of one device.
+
+    Attributes:
+      name: `h100-00017`, after the draw that made it.
+      target: of TARGETS.
+      config: its configuration.
+    """
+
+    name: str
+    target: str
+    config: Config
+
+
+def overrides(config: Config) -> dict[str, Any]:
+    """The fields that are not as they are by default: dotted path -> value."""
+    default = config_lib.field_paths(Config())
+    return {path: value for path, value in config_lib.field_paths(config).items() if value != default[path]}
+
+
+def configured(fields: dict[str, Any]) -> Config:
+    """Inverse of `overrides`."""
+    config = Config()
+    for path, value in fields.items():
+        section, name = path.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def description(config: Config) -> str:
+    """A run in a few words: model, mesh, optimizer, precision, remat policy, micro-batch."""
+    mesh, train = config.mesh, config.train
+    rows = train.batch_size // (train.accumulate * mesh.replica * mesh.data)
+    return (
+        f"{config.model.name} r{mesh.replica} d{mesh.data} t{mesh.tensor} z{mesh.zero} {config.optimizer.name} "
+        f"{config.precision.policy} {config.remat.policy} {rows}×{config.data.sequence_length} "
+        f"acc {train.accumulate} chunks {train.attention_chunk}/{train.loss_chunk}"
+    )
+
+
+def platform(target: str) -> str:
+    return "cpu" if target == "cpu" else hardware.named(target).platform
+
+
+def cells(target: str, count: int) -> Iterator[Cell]:
+    """The first cells of a target; those of a smaller count are the first of a larger one."""
+    draw = random.Random(f"{SEED} {target}")
+    made = 0
+    for attempt in itertools.count():
+        config = _draw(draw, target)
+        if made < count and _is_possible(config, target):
+            yield Cell(f"{target}-{attempt:05d}", target, config)
+            made += 1
+        if made == count:
+            return
+
+
+def _draw(draw: random.Random, target: str) -> Config:
+    config = Config()
+    config.model.name = draw.choice(list(architectures.ARCHITECTURES))
+    count = draw.choice(COUNTS[target])
+    config.mesh.tensor = draw.choice([size for size in (1, 1, 1, 2, 4, 8) if count % size == 0])
+    shares = count // config.mesh.tensor
+    config.mesh.replica = draw.choice([size for size in (1, 1, 1, 1, 2) if shares % size == 0])
+    config.mesh.data = shares // config.mesh.replica
+    config.mesh.zero = draw.choice((0, 1, 2, 3)) if config.mesh.data > 1 else 0
+    config.optimizer.name = draw.choice(_OPTIMIZERS)
+    config.optimizer.moment_dtype = draw.choice(("float32", "float32", "float32", "bfloat16"))
+    config.precision.policy = draw.choice(_POLICIES[target])
+    config.remat.policy = draw.choice(_REMATS)
+    config.data.sequence_length = draw.choice(
+        (128, 256, 512, 1024) if target == "cpu" else (512, 1024, 2048, 4096, 8192)
+    )
+    config.train.attention_chunk = draw.choice((0, 0, 128, 256, 512))
+    config.train.loss_chunk = draw.choice((256, 512, 1024, 2048, 4096))
+    config.train.accumulate = draw.choice((1, 1, 1, 2, 4, 8))
+    rows = draw.choice((1, 1, 2, 4, 8, 16))
+    config.train.batch_size = rows * config.train.accumulate * config.mesh.replica * config.mesh.data
+    return config
+
+
+def _is_possible(config: Config, target: str) -> bool:
+    try:
+        model = architectures.resolve_config(config)
+        ledger = memory.training(model, config, config.precision.policy, platform(target))
+        kinds = ("activations", "gradient accumulator")
+        known = ledger.persistent_bytes + sum(ledger.kind_bytes(kind, BOUNDARY) for kind in kinds)
+        if ledger.parameters > _LARGEST[target] or not 0.01 < known / MEMORY[target] < 0.9:
+            return False
+        programs_of(config, model, platform(target), absent.abstract_mesh(config), None)
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,232 @@
+"""What four widely used estimators say of a training run's peak memory, in bytes on one device.
+
+Their rules are written down from their sources, as they stand at the commits below, with the choices that their users
+are told to make for such a run. What a tool has no answer for is Unknown, with the reason; nothing is added to it.
+
+    accelerate   `accelerate estimate-memory`, column "Training using Adam": huggingface/accelerate
+                 src/accelerate/commands/estimate.py at 00e4d26, docs/source/usage_guides/model_size_estimator.md
+    deepspeed    `estimate_zero2_model_states_mem_needs` and the same of ZeRO-3, states only: deepspeedai/DeepSpeed
+                 deepspeed/runtime/zero/{stage_1_and_2,stage3}.py, docs/code-docs/source/memory.rst at 0cca539
+    megatron     `report_theoretical_memory`: NVIDIA/Megatron-LM
+                 megatron/training/theoretical_memory_usage.py at 00caa53
+    cookbook     EleutherAI/cookbook calc/calc_transformer_mem.py at 827ee3b
+"""
+
+import math
+from collections.abc import Callable
+
+from jaxllm import mesh as mesh_lib
+from jaxllm.config import Architecture, Config
+from jaxllm.hardware import named
+from jaxllm.ledger.rows import Figure, Unknown
+from jaxllm.model.specs import parameter_count
+
+_ADAM = ("adam", "adamw")
+_MASTERS = ("bf16", "fp16")  # 16-bit weights that compute, with float32 ones beside them
+
+
+def estimates(model: Architecture, config: Config, policy: str, device: str) -> dict[str, Figure]:
+    """Each peer's figure for one device of a run.
+
+    Args:
+      policy: of precision, resolved: fp32 | bf16 | fp16 | bf16_pure.
+      device: as `--device` names it.
+    """
+    found: dict[str, Figure] = {name: estimate(model, config, policy) for name, estimate in PEERS.items()}
+    if named(device).platform == "tpu":
+        found |= {name: Unknown(f"{name} does not run on TPUs") for name in ("deepspeed", "megatron")}
+    return found
+
+
+def _split(config: Config, *allowed: str) -> str:
+    """The mesh axes that a run is split over, but for those allowed; "" where there are none."""
+    return ", ".join(
+        f"{axis} {size}" for axis, size in mesh_lib.sizes(config.mesh).items() if size > 1 and axis not in allowed
+    )
+
+
+def _tokens(config: Config) -> int:
+    """Of one micro-batch on one device, as it is told to all of them."""
+    ways = config.train.accumulate * config.mesh.replica * config.mesh.data
+    return config.train.batch_size // ways * config.data.sequence_length
+
+
+def accelerate(model: Architecture, config: Config, policy: str) -> Figure:
+    """The base model, without a head of its own; Adam; one device, whatever the batch."""
+    if config.optimizer.name not in _ADAM:
+        return Unknown(f"accelerate counts Adam only, not {config.optimizer.name}")
+    if policy == "bf16_pure":
+        return Unknown("accelerate counts 16-bit training with float32 weights only")
+    split = _split(config, "replica", *([] if config.mesh.zero else ["data"]))
+    if split or config.optimizer.offload != "none":
+        return Unknown(f"accelerate knows no sharding and no offload: {split or config.optimizer.offload}")
+    head = 0 if model.tied_embeddings else model.vocab_size * model.width
+    return accelerate_bytes(4 * (parameter_count(model) - head), mixed=policy != "fp32")
+
+
+def accelerate_bytes(weights: int, mixed: bool) -> int:
+    """The largest of model, gradients, optimizer and step.
+
+    Args:
+      weights: bytes of the float32 model.
+    """
+    # float32: 1, 1, 2 and 4 times the model; mixed: 1, 1½, 2 and 2.
+    return (2 if mixed else 4) * weights
+
+
+def deepspeed(model: Architecture, config: Config, policy: str) -> Figure:
+    """States of Adam in mixed precision; no activations."""
+    stage, offload = config.mesh.zero, config.optimizer.offload
+    if stage not in (2, 3):
+        return Unknown(f"DeepSpeed has estimators for ZeRO 2 and 3, not for {stage}")
+    if config.optimizer.name not in _ADAM or policy not in _MASTERS:
+        return Unknown(
+            f"DeepSpeed counts Adam with 16-bit weights and float32 masters, not {config.optimizer.name}, {policy}"
+        )
+    if offload == "moments":
+        return Unknown("DeepSpeed offloads masters and moments together")
+    split = _split(config, "data")
+    if split:
+        return Unknown(f"DeepSpeed shards over all devices of a run and knows no {split}")
+    # Its layer is one torch module's own parameters: an embedding or one matrix.
+    largest = model.width * max(model.vocab_size, model.mlp_width, model.heads * model.head_dim)
+    return deepspeed_bytes(parameter_count(model), largest, config.mesh.data, stage, offload == "all")
+
+
+def deepspeed_bytes(parameters: int, largest: int, devices: int, stage: int, offload: bool) -> int:
+    """Args:
+    largest: parameters of the largest layer.
+    offload: of the optimizer, to the host; parameters stay.
+    """
+    if stage == 2:
+        return 2 * parameters if offload else 4 * parameters + 16 * parameters // devices
+    return 4 * largest + (2 if offload else 18) * parameters // devices
+
+
+def megatron(model: Architecture, config: Config, policy: str) -> Figure:
+    """Weights, gradients and Adam's state, and activations.
+
+    Sequence parallelism comes with tensor parallelism; ZeRO 1 is its distributed optimizer. Full recomputation lowers
+    nothing in its report; selective recomputation, of attention's scores, is our chunked attention.
+    """
+    data, tensor = config.mesh.data * config.mesh.replica, config.mesh.tensor
+    if config.optimizer.name not in _ADAM or policy not in _MASTERS:
+        return Unknown(
+            f"Megatron-LM counts Adam with 16-bit weights and float32 masters, not {config.optimizer.name}, {policy}"
+        )
+    if config.mesh.zero > 1 or (config.mesh.zero and config.mesh.replica > 1):
+        return Unknown(
+            "Megatron-LM's report knows a distributed optimizer over all data ranks, and no further sharding"
+        )
+    split = _split(config, "data", "replica", "tensor")
+    if split or config.optimizer.offload != "none":
+        return Unknown(f"Megatron-LM's report knows no offload and no {split or config.optimizer.offload}")
+    state = 6 + 12 / data if config.mesh.zero else 18
+    selective = tensor > 1 and config.remat.policy == "none" and config.train.attention_chunk > 0
+    activations = (megatron_activations_selective if selective else megatron_activations)(
+        model, _tokens(config), tensor
+    )
+    return math.ceil(megatron_parameters(model, tensor) / tensor * state + activations)
+
+
+def megatron_parameters(model: Architecture, tensor: int = 1) -> int:
+    """Biases, routers and positions are not counted; a LayerNorm has two vectors, an RMSNorm one."""
+    D, norm = model.width, 2 if model.norm == "layernorm" else 1
+    attention = 2 * D * model.head_dim * (model.heads + model.kv_heads)
+    mlp = (3 if model.gated else 2) * D * model.mlp_width * max(model.experts, 1)
+    embedding = D * _megatron_vocabulary(model, tensor)
+    tables = 1 if model.tied_embeddings else 2
+    return model.layers * (attention + mlp + 2 * norm * D) + norm * D + tables * embedding
+
+
+def _megatron_vocabulary(model: Architecture, tensor: int) -> int:
+    """Padded to a multiple of 128 on each tensor rank."""
+    return model.vocab_size + -model.vocab_size % (128 * tensor)
+
+
+def megatron_activations(model: Architecture, tokens: int, tensor: int) -> float:
+    """Without sequence parallelism or without selective recomputation; a twentieth is added at the end."""
+    D = model.width
+    outside = tokens * (8 + D) + 2 * tokens * (_megatron_vocabulary(model, tensor) / tensor + D)
+    return 1.05 * (model.layers * megatron_layer(model, tokens, tensor) + outside)
+
+
+def megatron_layer(model: Architecture, tokens: int, tensor: int) -> float:
+    """Its Table 2 for an MLP four times as wide as the model, whatever the MLP is."""
+    return tokens * model.width * (10 + 24 / tensor)
+
+
+def megatron_activations_selective(model: Architecture, tokens: int, tensor: int) -> float:
+    """With both."""
+    D, V = model.width, _megatron_vocabulary(model, tensor)
+    layers = model.layers * tokens * (18 * D + 4 * model.mlp_width)
+    return (layers + tokens * (8 + D) + 4 * tokens * (D + V)) / tensor
+
+
+def cookbook(model: Architecture, config: Config, policy: str) -> Figure:
+    """Its defaults, but for `--num-mlp-linears=3` where the MLP is gated."""
+    optimizer, remat = config.optimizer.name, config.remat.policy
+    if optimizer not in COOKBOOK_OPTIMIZERS:
+        return Unknown(f"the cookbook's calculator has no {optimizer}")
+    if policy == "bf16_pure":
+        return Unknown("the cookbook's calculator has float32 master weights beside 16-bit ones")
+    if remat not in ("none", "full"):
+        return Unknown(f"the cookbook's calculator recomputes all or nothing, not {remat}")
+    if config.optimizer.offload != "none":
+        return Unknown("the cookbook's calculator knows no offload")
+    split = _split(config, "data", "replica", "tensor")
+    if split:
+        return Unknown(f"the cookbook's calculator is not told of {split}")
+    state = cookbook_state(
+        cookbook_parameters(model, config.data.sequence_length),
+        2 if policy in _MASTERS else 4,
+        math.prod(mesh_lib.sizes(config.mesh).values()),
+        config.mesh.tensor,
+        config.mesh.zero,
+        optimizer,
+    )
+    sequences = _tokens(config) // config.data.sequence_length
+    return math.ceil(state + cookbook_activations(model, sequences, config.data.sequence_length, remat == "full"))
+
+
+# Bytes a parameter of the optimizer, float32 weights included, whatever the precision.
+COOKBOOK_OPTIMIZERS = {"adam": 12, "adamw": 12, "muon": 8, "momentum": 8}
+
+
+def cookbook_parameters(model: Architecture, length: int) -> float:
+    """Two tables always, learned positions always, query projections as wide as the model, every expert."""
+    D, L = model.width, model.layers
+    attention = int(2 * (1 + model.kv_heads / model.heads) * L * D * D)
+    mlp = (3 if model.gated else 2) * L * D * model.mlp_width * max(model.experts, 1)
+    return 2 * model.vocab_size * D + D * length + 8 * D * L + 2 * D + attention + mlp
+
+
+def cookbook_state(parameters: float, size: int, devices: int, tensor: int, stage: int, optimizer: str) -> float:
+    """Weights, float32 gradients, optimizer and communication buffers.
+
+    Args:
+      size: bytes of a weight that computes.
+      devices: of the run; a stage divides by all of them, and tensor parallelism divides the weights alone.
+    """
+    weights = parameters * size / tensor / (devices if stage == 3 else 1)
+    gradients = 4 * parameters / (devices if stage >= 2 else 1)
+    moments = COOKBOOK_OPTIMIZERS[optimizer] * parameters / (devices if stage >= 1 else 1)
+    buckets = 0.0
+    if devices > 1:
+        buckets = (5e8 if stage >= 1 else 0) + (1e9 if stage == 3 else 0)  # numbers gathered, and kept alive
+    return weights + gradients + moments + buckets * size
+
+
+def cookbook_activations(model: Architecture, sequences: int, length: int, recompute: bool) -> float:
+    """34 bytes a token, layer and number of the width, and without recomputation 5 a score."""
+    D = model.width
+    scores = 0 if recompute else 5 * model.heads * length
+    return sequences * length * model.layers * (34 * D + scores)
+
+
+PEERS: dict[str, Callable[[Architecture, Config, str], Figure]] = {
+    "accelerate": accelerate,
+    "deepspeed": deepspeed,
+    "megatron": megatron,
+    "cookbook": cookbook,
+}

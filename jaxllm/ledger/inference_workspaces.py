@@ -1,0 +1,191 @@
+"""What prefill and a decoded token hold beside weights and cache: XLA's choice on each platform, stated as rules.
+
+Read from the buffer assignments of JAX 0.10.2 for a CPU and an H100, at the sizes of published models
+(`experiments/inference_cells.py`); JAX 0.12 makes much the same of them on a CPU. A layer's weights, keys and values
+are cut out of their stacks where a product cannot read them there. Layers come one after another, so that of attention,
+MLP and the choice of a token only the largest counts. Held against no program yet: TPUs, for which the rules of GPUs
+stand in, experts on GPUs, and weights in int8 and int4.
+
+On a CPU, attention with several heads of keys and more than a few scores is one fused loop whose scratch XLA does not
+count, nor do we.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from jaxllm.config import Architecture
+from jaxllm.ledger import formats, rows
+from jaxllm.ledger.dataflow import rows_of_experts
+from jaxllm.ledger.memory import leaves
+from jaxllm.ledger.rows import DECODE, PREFILL, Row
+from jaxllm.ledger.setting import FLOAT32
+from jaxllm.model.specs import cache_slots, cache_specs, is_spec, param_specs
+
+# Numbers a token and word of the vocabulary while a token is drawn: sorted logits, order, noise, masks (float32 each).
+_CHOICE = 8
+# Of a layer, in bytes: more are made a part at a time, where a CPU's attention has several heads of keys.
+_WHOLE_SCORES = 8 * 2**20
+_MASK = 1  # byte a pair of query and key
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """One run of the model over `tokens` new tokens of each of `batch` sequences.
+
+    Attributes:
+      c: bytes of a number that computes.
+    """
+
+    model: Architecture
+    batch: int
+    capacity: int
+    tokens: int
+    c: int
+    platform: str
+
+    @property
+    def count(self) -> int:
+        return self.batch * self.tokens
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of one hidden state of each token."""
+        return self.count * self.model.width * self.c
+
+    @property
+    def cuts(self) -> bool:
+        """Whether accelerators cut weights out of the stacks: long patterns of layers are read where they lie."""
+        return len(self.model.pattern) <= 2
+
+    @property
+    def wraps(self) -> bool:
+        """Whether layers with a ring take several tokens in: they read the old slots and write the new ones apart."""
+        return self.tokens > 1 and any(slots < self.capacity for slots in map(self._slots, self.model.pattern))
+
+    def _slots(self, kind: str) -> int:
+        return cache_slots(self.model, kind, self.capacity)
+
+    @property
+    def keys(self) -> int:
+        """Keys that a query is scored against, in the kind of layer that has most."""
+        wide = [self._slots(kind) for kind in {*self.model.pattern, *self.model.tail}]
+        return max(slots + (self.tokens if slots < self.capacity and self.tokens > 1 else 0) for slots in wide)
+
+    @property
+    def scores(self) -> int:
+        """Bytes of one layer's scores, float32."""
+        return self.count * self.model.heads * self.keys * FLOAT32
+
+    @property
+    def keys_bytes(self) -> int:
+        """Of one layer's keys; its values are as many."""
+        return self.batch * self.model.kv_heads * self.keys * self.model.head_dim * self.c
+
+    def weight_bytes(self, *names: str) -> int:
+        """Of the weights of one repeat of the layer pattern, or of those arrays of it."""
+        layers = param_specs(self.model)["layers" if self.model.repeats else "tail"]
+        found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=is_spec)
+        size = sum(spec.size for path, spec in found if not names or path[-1].key in names)
+        return size // max(self.model.repeats, 1) * self.c
+
+
+def workspace_rows(
+    model: Architecture, batch: int, capacity: int, tokens: int, weight_dtype: str, platform: str, phase: str
+) -> list[Row]:
+    """The rows of a phase.
+
+    Args:
+      tokens: new ones of each sequence.
+      phase: PREFILL or DECODE.
+    """
+    one = _Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform)
+    kind = f"{phase} workspace"
+    made = list(_copies(one, phase))
+    moments = {
+        "attention": _attention(one, phase),
+        "MLP": _mlp(one),
+        "logits and choice of a token": _choice(one, phase),
+    }
+    name = max(moments, key=moments.__getitem__)
+    formula = f"{one.count:,} tokens × {moments[name] // one.count:,} B"
+    what = "logits" if name.startswith("logits") else kind
+    made.append(rows.row(name if what == "logits" else f"one layer's {name}", what, phase, formula, moments[name]))
+    if formats.named(weight_dtype).scaled:
+        # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
+        size = one.weight_bytes()
+        made = [row for row in made if row.name != "weights of one repeat"]
+        made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
+    return made
+
+
+def _copies(one: _Pass, phase: str) -> Iterator[Row]:
+    """What is cut out of the stacks before it is used."""
+    model, whole = one.model, one.weight_bytes()
+    if one.platform == "cpu":
+        whole = whole // one.c * FLOAT32
+        yield rows.row("weights of one repeat", "weights", phase, f"{whole:,} B", whole)
+        if one.c < FLOAT32:
+            # It multiplies no 16-bit numbers, and turns what the loop over layers reads into float32 before it.
+            numbers = _read_by_products(model)
+            yield rows.row("weights in float32", "weights", phase, f"{numbers:,} × {FLOAT32} B", numbers * FLOAT32)
+            if phase == DECODE:
+                numbers = sum(spec.size for spec in leaves(cache_specs(model, one.batch, one.capacity)))
+                size = numbers * FLOAT32
+                yield rows.row("cache in float32", f"{phase} workspace", phase, f"{numbers:,} × {FLOAT32} B", size)
+        if one.wraps:
+            rings = [one._slots(kind) for kind in model.pattern if one._slots(kind) < one.capacity]
+            numbers = 2 * model.repeats * one.batch * model.kv_heads * model.head_dim * sum(rings)
+            yield rows.row("rings, copied", f"{phase} workspace", phase, f"{numbers:,} × {one.c} B", numbers * one.c)
+        return
+    if not one.cuts:
+        whole = 0
+    elif phase == PREFILL:
+        # Products of few tokens read copies, of many the stacks; in between nobody knows before the compiler does.
+        whole //= 2
+    yield rows.row("weights of one repeat", "weights", phase, f"{whole:,} B", whole)
+    if phase == DECODE and one.batch == 1 and one.platform == "gpu" and not model.qk_norm:
+        # A product with one row reads the projections' stacks in another order, made once for all layers.
+        size = one.weight_bytes("q", "k", "v") * max(model.repeats, 1)
+        yield rows.row("projections, in another order", "weights", phase, f"{size:,} B", size)
+
+
+def _read_by_products(model: Architecture) -> int:
+    """Numbers of all weights but the embeddings, where those are no head as well."""
+    specs = param_specs(model)
+    if not model.tied_embeddings:
+        specs = {group: tree for group, tree in specs.items() if group != "embed"}
+    return sum(spec.size for spec in leaves(specs))
+
+
+def _attention(one: _Pass, phase: str) -> int:
+    layers = min(len(one.model.pattern), 2)
+    groups = one.model.heads // one.model.kv_heads
+    if one.platform == "cpu":
+        if phase == DECODE:
+            return 2 * one.keys_bytes + 2 * one.scores if one.model.kv_heads > 1 else 2 * one.scores
+        written = one.scores if one.model.kv_heads == 1 else min(one.scores, _WHOLE_SCORES)
+        return 2 * one.keys_bytes + 2 * written + 3 * one.hidden
+    # Scores in float32, probabilities in the compute dtype; the values, while the keys are gone.
+    written = one.scores + one.scores * one.c // FLOAT32
+    if phase == PREFILL:
+        return written + one.keys_bytes + one.hidden + one.count * one.keys * _MASK
+    # One query a head is multiplied with its keys where they lie.
+    return written + (2 * layers * one.keys_bytes if groups > 1 else 0)
+
+
+def _mlp(one: _Pass) -> int:
+    model = one.model
+    if not model.experts:
+        return (2 if one.platform == "cpu" or not model.gated else 3) * one.count * model.mlp_width * one.c + (
+            2 * one.hidden
+        )
+    slots = rows_of_experts(one.count * model.experts_per_token, model.experts) * one.c
+    return slots * (2 * model.width + 3 * model.mlp_width) + 4 * one.hidden
+
+
+def _choice(one: _Pass, phase: str) -> int:
+    """Prefill: the new logits. Decode: the numbers of all candidates."""
+    copies = 1 if phase == PREFILL else _CHOICE
+    return one.batch * one.model.vocab_size * (copies * FLOAT32 + (0 if phase == PREFILL else 1))

@@ -1,0 +1,167 @@
+"""Where each array of a model lies on a mesh, and how much of it each device has.
+
+Thousands of settings share a layout, so that it is made, and what is counted of it, once.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+
+from jaxllm import mesh as mesh_lib
+from jaxllm.config import Architecture, MeshConfig
+from jaxllm.ledger.counts import Count, Share
+from jaxllm.ledger.counts import count as count_of
+from jaxllm.mesh import Placement
+from jaxllm.model.specs import ParamSpec, is_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One array of parameters and its places on the devices.
+
+    Attributes:
+      name: its path, `layers.0.attn.q`.
+      weight, moment, share: placements of the stored weights, of what the optimizer keeps, and of arrays that are
+        split over `data` at any stage.
+    """
+
+    name: str
+    spec: ParamSpec
+    weight: Placement
+    moment: Placement
+    share: Placement
+
+    @functools.cached_property
+    def group(self) -> str:
+        """embed | layers | tail | final_norm | head."""
+        return self.name.partition(".")[0]
+
+
+Of = Literal["weight", "moment", "share", "computing"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A model's arrays on one mesh at one ZeRO stage, and what is counted of them.
+
+    Two layouts are the same only where they are one object, so that a layout can be the key of what others count of
+    it.
+
+    Attributes:
+      mesh: axis -> devices.
+      parameters: every array of them.
+    """
+
+    mesh: dict[str, int]
+    parameters: tuple[Parameter, ...]
+    _totals: dict[tuple[Of, tuple[str, ...]], Count] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _counts: dict[tuple[Of | int, ...], Count] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _selected: dict[tuple[str, ...], list[Parameter]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    @functools.cached_property
+    def stored(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
+        """Of each array its name, its shape, and the shape that its moments are stored in."""
+        return tuple((p.name, p.spec.shape, p.moment.shape) for p in self.parameters)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[int, int]:
+        """A placement's id -> numbers on a device."""
+        placements = (place for p in self.parameters for place in (p.weight, p.moment, p.share))
+        return {id(place): place.numbers_per_device(self.mesh) for place in placements}
+
+    @functools.cached_property
+    def _computing(self) -> dict[int, int]:
+        """The id of a parameter's share -> numbers of the weight while it computes."""
+        return {id(p.share): self._while_computing(p.share) for p in self.parameters}
+
+    def _while_computing(self, share: Placement) -> int:
+        if share.zero_dim is None:
+            return self.per_device(share)
+        local = share.shape[share.zero_dim] // math.prod(self.mesh[axis] for axis in share.axes[share.zero_dim])
+        return self.per_device(share) // local * share.gathered
+
+    def per_device(self, placement: Placement) -> int:
+        count = self._numbers.get(id(placement))
+        return placement.numbers_per_device(self.mesh) if count is None else count
+
+    def computing(self, parameter: Parameter) -> int:
+        count = self._computing.get(id(parameter.share))
+        return self._while_computing(parameter.share) if count is None else count
+
+    def select(self, groups: tuple[str, ...]) -> list[Parameter]:
+        if groups not in self._selected:
+            self._selected[groups] = [p for p in self.parameters if p.group in groups]
+        return self._selected[groups]
+
+    def total(self, of: Of, groups: tuple[str, ...]) -> Count:
+        key = (of, groups)
+        if key not in self._totals:
+            self._totals[key] = self.count(of, self.select(groups) if groups else self.parameters)
+        return self._totals[key]
+
+    def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
+        """Numbers on a device of some of this layout's arrays together."""
+        parameters = tuple(parameters)
+        key = (of, *map(id, parameters))
+        if key not in self._counts:
+            self._counts[key] = count_of(self.part(of, parameter) for parameter in parameters)
+        return self._counts[key]
+
+    def part(self, of: Of, parameter: Parameter) -> Share:
+        """A device's part of an array."""
+        whole = parameter.spec.size
+        placement = parameter.share if of == "computing" else getattr(parameter, of)
+        axes = {axis for names in placement.axes for axis in names}
+        if of == "computing" and placement.zero_dim is not None:
+            axes.discard("data")
+        ways = math.prod(self.mesh[axis] for axis in axes)
+        held = self.computing(parameter) if of == "computing" else self.per_device(placement)
+        return Share(whole, held * ways - whole, ways)
+
+
+@functools.lru_cache(maxsize=16)
+def _leaves(param_specs: Callable[[Architecture], Any], model: Architecture) -> list[tuple[str, ParamSpec]]:
+    paths = jax.tree_util.tree_leaves_with_path(param_specs(model), is_leaf=is_spec)
+    return [(mesh_lib.path_name(path), spec) for path, spec in paths]
+
+
+@functools.lru_cache(maxsize=1024)
+def _placed(
+    param_specs: Callable[[Architecture], Any],
+    placements: Callable[..., Any],
+    model: Architecture,
+    axes: tuple[int, ...],
+    stage: int,
+) -> list[Placement]:
+    """Of each array of a model, as weights that compute as they are stored lie at a stage of ZeRO: whole at 0, whole
+    but padded as their moments are at 1, split over `data` at 3."""
+    mesh = MeshConfig(**dict(zip(mesh_lib.AXES, axes, strict=True)), zero=stage)
+    tree = placements(param_specs(model), mesh, "weights", False)
+    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Placement))
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(
+    param_specs: Callable[[Architecture], Any],
+    placements: Callable[..., Any],
+    model: Architecture,
+    axes: tuple[int, ...],
+    weights: bool,
+    moments: bool,
+) -> Layout:
+    """Args:
+    param_specs, placements: what declares and what places. Given, so that a test's own are never met in the cache.
+    axes: devices along each of `mesh.AXES`.
+    weights, moments: whether they are split over `data`.
+    """
+
+    def placed(split: bool) -> list[Placement]:
+        return _placed(param_specs, placements, model, axes, 3 if split else 1 if moments else 0)
+
+    lists = zip(_leaves(param_specs, model), placed(weights), placed(moments), placed(True), strict=True)
+    parameters = tuple(Parameter(name, spec, *places) for (name, spec), *places in lists)
+    return Layout(dict(zip(mesh_lib.AXES, axes, strict=True)), parameters)

@@ -1,0 +1,1 @@
+"""Searching for the run that a device holds and that is fastest, by the closed forms alone."""

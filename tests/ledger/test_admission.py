@@ -1,0 +1,50 @@
+"""Admission by the fitted memory and not by the model's limit: what is refused leaves the engine alive; a yes runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import models
+import pytest
+
+from jaxllm import hardware
+from jaxllm.decode.engine import Generator
+from jaxllm.decode.request import Request
+from jaxllm.decode.sampling import SamplingOptions
+from jaxllm.errors import UserError
+from jaxllm.interop.tokenizer import ByteTokenizer
+from jaxllm.ledger.sampling_bill import SamplingBill
+from jaxllm.model import specs
+
+MODEL = dataclasses.replace(models.ROTARY, vocab_size=260, context_length=262_144)
+GREEDY = Request(max_new_tokens=4, sampling=SamplingOptions(temperature=0.0))
+
+
+def billed(batch: int, context: int, memory: int) -> SamplingBill:
+    device = dataclasses.replace(hardware.named("h100"), platform="cpu", memory_bytes=memory)
+    return SamplingBill("tiny", MODEL, batch, context, 8, device, 0)
+
+
+def test_a_refusal_ends_the_call_and_not_the_engine():  # google-deepmind/gemma#715, vllm#40302
+    memory = billed(2, 256, 2**40).ledger.peak_bytes  # two sequences of 256 tokens, and not one byte more
+    params = specs.initialize(specs.param_specs(MODEL), jax.random.key(0), jnp.float32)
+    generator = Generator(
+        MODEL,
+        params,
+        ByteTokenizer(),
+        jnp.float32,
+        chunk=8,
+        steps=4,
+        admit=lambda batch, context: billed(batch, context, memory).admit(),
+    )
+    before, _ = generator.generate(["x" * 200], GREEDY)
+    for prompts, largest in ((["x" * 15_500], "tokens in each of 1"), (["x"] * 60, "sequences of that length")):
+        with pytest.raises(UserError, match=rf"does not fit: .* need .* of .* the largest that fits: .*{largest}"):
+            generator.generate(prompts, GREEDY)
+    assert generator.generate(["x" * 200], GREEDY)[0] == before
+    room = billed(2, 256, memory).room()
+    assert (room.fits, room.margin, room.largest_batch) == (True, 0, 2)
+    results, _ = generator.generate(["x" * 200] * room.largest_batch, GREEDY)
+    assert [result.tokens for result in results] == [before[0].tokens] * 2
+    assert generator.live["weights"] == billed(2, 256, memory).ledger.kind_bytes("weights")
+    assert generator.live["KV cache"] == billed(2, 256, memory).ledger.kind_bytes("KV cache")

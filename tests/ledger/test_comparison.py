@@ -1,0 +1,129 @@
+"""Training beside inference: the table is the two bills', summed by group."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from jaxllm import hardware
+from jaxllm.config import Config
+from jaxllm.ledger import comparison, report, request, view, words
+from jaxllm.ledger.request import Request
+from jaxllm.ledger.rows import BACKWARD, DECODE, PERSISTENT, Ledger, Row, Unknown, format_bytes
+
+COMPUTE = {"flops": 10**12, "bytes": 10**9, "roofline_seconds": 0.5, "bound": "compute"}
+TRAIN = Ledger(
+    "train",
+    "tiny",
+    100,
+    "a device",
+    8,
+    (
+        Row("weights", "weights", PERSISTENT, 1024, "… = 1.00 KiB"),
+        Row("m", "optimizer", PERSISTENT, 2048, "… = 2.00 KiB"),
+        Row("gradients", "gradients", BACKWARD, 1024, "… = 1.00 KiB"),
+        Row("batch", "batch", BACKWARD, 1, "… = 1 B"),
+    ),
+    4096,
+    COMPUTE,
+)
+INFER = Ledger(
+    "infer",
+    "tiny",
+    100,
+    "a device",
+    1,
+    (
+        Row("weights", "weights", PERSISTENT, 512, "…"),
+        Row("KV cache, full", "KV cache", PERSISTENT, 512, "…"),
+        Row("masks", "decode workspace", DECODE, 256, "…"),
+    ),
+    Unknown("nobody knows"),
+    COMPUTE | {"bound": "bandwidth"},
+)
+
+
+def table(train=TRAIN, infer=INFER):
+    return {line.name: (line.train, line.infer) for line in comparison.lines(train, infer)}
+
+
+def test_what_each_task_holds_and_does():
+    told = table()
+    assert told["direction"] == ("forward and backward", "forward only")
+    assert told["devices"] == ("8 × a device", "1 × a device")
+    assert told["weights"] == ("1.00 KiB", "512 B")
+    assert told["gradients"] == ("1.00 KiB", "–")
+    assert told["optimizer states"] == ("2.00 KiB", "–")
+    assert told["KV cache"] == ("–", "512 B")
+    assert told["workspace"] == ("1 B", "256 B")
+    assert told["peak"] == ("4.00 KiB", "1.25 KiB")
+    assert told["fits"] == ("no, 100% of 4.00 KiB", "unknown")
+    assert told["FLOPs"] == ("1 TFLOP a step", "1 TFLOP a token of each sequence")
+    assert told["bottleneck"] == ("compute", "bandwidth")
+
+
+def real(name="llama3.2-1b", **mesh) -> Request:
+    config = Config()
+    config.model.name, config.data.sequence_length = name, 1024
+    for axis, size in mesh.items():
+        setattr(config.mesh, axis, size)
+    return Request(config, hardware.named("h100"), None, 4, 2048, 128)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "gemma2-2b"])
+def test_groups_sum_to_the_peak_and_phases_to_theirs(name):
+    for ledger in (request.train(real(name, data=8, zero=3)), request.infer(real(name) if name != "gpt2" else real())):
+        assert sum(view.at_peak(ledger).values()) == ledger.peak_bytes
+        assert max(phase.total for phase in view.phases(ledger)) == ledger.peak_bytes
+        kinds = {row.kind for row in ledger.rows}
+        assert {"weights", "activations"} & {view.group_of(row) for row in ledger.rows}
+        assert kinds, name
+
+
+def test_a_forgotten_kind_is_not_lost():
+    odd = Ledger("train", "t", 1, "d", 1, (Row("x", "a new kind", PERSISTENT, 7, ""),), 10, COMPUTE)
+    assert view.at_peak(odd) == {view.REST: 7}
+
+
+def test_a_training_run_has_no_cache_and_inference_no_gradients():
+    asked = real(data=8, zero=3)
+    told = table(request.train(asked), request.infer(asked))
+    assert told["KV cache"][0] == "–"
+    assert told["gradients"][1] == told["optimizer states"][1] == "–"
+    assert told["bottleneck"][1] == "bandwidth"
+
+
+def shown(width: int, show, *arguments) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(*arguments, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_tables_fit_the_terminal_and_cut_nothing(width):
+    asked = real("gemma2-2b", data=8, zero=3)
+    train, infer = request.train(asked), request.infer(asked)
+    for text in (
+        shown(width, report.show_comparison, train, infer),
+        shown(width, report.show_bill, train, asked.device),
+        shown(width, report.show_bill, infer, asked.device),
+    ):
+        assert max(map(len, text.splitlines())) <= min(width, 100)
+        assert "…" not in text
+    text = " ".join(shown(width, report.show_bill, train, asked.device).split())
+    for row in train.rows:
+        if row.phase in (PERSISTENT, train.peak_phase):
+            assert format_bytes(row.bytes_per_device) in text, row
+    assert "Largest first: " in text
+
+
+def test_largest_rows_come_first():
+    assert [row.name for row in words.largest(TRAIN)] == ["m", "weights", "gradients"]
+    assert words.largest_first(TRAIN).startswith("Largest first: m 2.00 KiB (50%); weights 1.00 KiB (25%)")
+
+
+def test_the_verdict_has_both_numbers_the_margin_and_what_is_held_back():
+    roomy = Ledger("train", "t", 1, "d", 1, TRAIN.rows, 8192)
+    assert words.verdict(roomy) == "fits: needs 4.00 KiB of 8.00 KiB (50.0%); 4.00 KiB free"
+    assert words.verdict(roomy, held_back=1024).endswith("free; 1.00 KiB more is held back by the backend")
+    assert words.verdict(INFER) == "Needs 1.25 KiB; whether that fits is unknown: nobody knows"

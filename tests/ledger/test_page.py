@@ -1,0 +1,175 @@
+"""The page: it runs the formulas themselves, and so tells what Python tells, to the byte."""
+
+import ast
+import html
+import json
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from jaxllm import architectures, hardware
+from jaxllm.config import Config
+from jaxllm.ledger import page
+from jaxllm.ledger.page import form, sources
+from jaxllm.ledger.request import Request
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+
+
+def request(device: str = "h100") -> Request:
+    config = Config()
+    config.model.name, config.data.sequence_length = "llama3.2-1b", 1024
+    return Request(config, hardware.named(device), None, 1, None, 128)
+
+
+def settings(count: int) -> list[dict[str, str]]:
+    """Texts of the form, drawn by a fixed seed: most of them settings that can be, some that cannot."""
+    draw = random.Random(8)
+    fields = [field for fields in form.FORM.values() for field in fields]
+    models = list(architectures.ARCHITECTURES)
+    made = []
+    for i in range(count):
+        texts = {field.name: draw.choice(field.choices) for field in fields if field.choices}
+        data, tensor, replica = draw.choice((1, 2, 3, 8, 16, 64)), draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2))
+        accumulate = draw.choice((1, 1, 2, 4))
+        devices = data * tensor * replica + (draw.random() < 0.04)
+        made.append(
+            texts
+            | {
+                "config.model.name": models[i % len(models)],
+                "config.mesh.data": str(data),
+                "config.mesh.tensor": str(tensor),
+                "config.mesh.replica": str(replica),
+                "count": str(devices),
+                "config.train.accumulate": str(accumulate),
+                "config.train.batch_size": str(data * replica * accumulate * draw.choice((1, 1, 2, 3))),
+                "config.data.sequence_length": str(draw.choice((128, 512, 1024, 1000))),
+                "config.train.loss_chunk": str(draw.choice((512, 1000, 4096))),
+                "config.train.attention_chunk": draw.choice(
+                    ("0", "128", "", "-1") if draw.random() < 0.1 else ("0", "128")
+                ),
+                "batch": str(draw.choice((1, 8, 100))),
+                "context": str(draw.choice((512, 1024, 4096, 100_000))),
+            }
+        )
+    return made
+
+
+def in_browser(rendered: str, asked: list[dict[str, str]], folder: pathlib.Path) -> list[dict]:
+    """What the page answers, asked as its form asks."""
+    script = f"""<pre id="told"></pre><script>
+    const asked = {json.dumps(asked)}, place = byId("told");
+    try {{
+      boot();
+      place.textContent = "[" + asked.map(texts => answerOf(JSON.stringify(texts), "both")).join(",") + "]";
+    }} catch (error) {{
+      place.textContent = "failed: " + (__BRYTHON__.error_trace?.(error) ?? error) + error.stack;
+    }}
+    </script>"""
+    path = folder / "page.html"
+    path.write_text(rendered.replace("</body>", script + "</body>"))
+    command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True)
+    found = re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    text = html.unescape(found[1])
+    assert text.startswith("["), text[:4000]
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def rendered() -> str:
+    pytest.importorskip("brython", reason="the extra plots is not installed")
+    return page.render(request(), "h100", "both")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_the_page_tells_what_python_tells(rendered, tmp_path):
+    asked = settings(200)
+    started = form.start(request(), "h100")
+    expected = [form.answer(started, texts) for texts in asked]
+    trained = [answer["train"] for answer in expected if "error" not in answer["train"]]
+    refused = {answer["train"]["error"] for answer in expected if "error" in answer["train"]}
+    assert len(trained) >= 100
+    assert len(refused) >= 5
+    told = in_browser(rendered, asked, tmp_path)
+    assert len(told) == 200
+    for texts, answer, wanted in zip(asked, told, expected, strict=True):
+        assert answer == json.loads(json.dumps(wanted)), texts
+    # Shown able to fail: another setting's answer is another.
+    assert told[0] != json.loads(json.dumps(expected[1]))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_a_changed_formula_changes_the_page(rendered, tmp_path):
+    """The page has no figure of its own: with another formula in its source it tells another peak."""
+    started = form.start(request(), "h100")
+    was = "_STATE_BYTES = 4 + 8"
+    assert rendered.count(was) == 1
+    (told,) = in_browser(rendered.replace(was, "_STATE_BYTES = 4 + 9"), [started["texts"]], tmp_path)
+    wanted = form.answer(started, started["texts"])
+    assert told["train"]["peak_bytes_per_device"] == wanted["train"]["peak_bytes_per_device"] + 1
+    assert told["infer"] == json.loads(json.dumps(wanted["infer"]))
+
+
+def test_the_page_needs_no_network(rendered):
+    assert "default-src 'none'" in rendered
+    own = rendered[: rendered.index("globalThis.__BRYTHON__ =")]
+    assert not re.findall(r'(?:src|href)="(?!data:)', own)
+    for script in ("page.js", "page.css", "page.html"):
+        text = (sources.ROOT / "ledger" / "page" / "assets" / script).read_text()
+        assert not re.search(r"https?:|fetch\(|XMLHttpRequest|@import|url\(", text), script
+    assert len(rendered) < 3_000_000
+
+
+def test_the_page_is_the_same_bytes_each_time(rendered):
+    assert page.render(request(), "h100", "both") == rendered
+
+
+SOURCE = '''
+"""Doc."""
+import numpy as np
+import math
+class A:
+    """Doc."""
+    x: np.ndarray = 1
+    def f(self, y: int) -> "A":
+        """Doc."""
+        z: float = math.pi
+        return z
+def g(x: np.ndarray) -> None:
+    """Only a docstring."""
+'''
+LIGHTER = """
+import numpy as np
+import math
+class A:
+    x = 1
+    def f(self, y):
+        z = math.pi
+        return z
+    __fields__ = {'x': np.ndarray}
+def g(x):
+    pass
+"""
+
+
+def test_sources_lose_annotations_and_keep_fields():
+    assert ast.dump(sources.lighter(SOURCE)) == ast.dump(ast.parse(LIGHTER))
+    unused = "import numpy as np\ndef g(x: np.ndarray):\n    return x\n"
+    assert ast.unparse(sources.lighter(unused)) == "def g(x):\n    return x"
+
+
+def test_the_page_carries_the_closed_forms_and_no_program():
+    modules, absent = sources.embedded()
+    for name in ("memory", "inference", "compute", "rows", "setting", "states", "slots", "xla.step", "xla.gpu"):
+        assert f"jaxllm.ledger.{name}" in modules
+    assert not [name for name in modules if re.match(r"jaxllm\.(programs|decode|kernels|model\.(?!specs))", name)]
+    assert "jax" in absent
+    assert set(sources.LEFT_OUT) <= set(absent)

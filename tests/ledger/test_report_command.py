@@ -1,0 +1,40 @@
+"""The command's files and its two tasks together: contract and exit statuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import runs
+
+COMMAND = [sys.executable, "-m", "jaxllm.ledger", "--config", "configs/llama3_8b.py", "--device", "h100"]
+
+
+def run(*more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *more],
+        capture_output=True,
+        text=True,
+        cwd=runs.ROOT,
+        env=runs.environment(JAX_PLATFORMS="cpu"),
+        check=False,
+    )
+
+
+def test_both_tasks_are_one_json_object_of_two_ledgers():
+    done = run("--task", "both", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert list(told) == ["train", "infer"]
+    assert (told["train"]["task"], told["infer"]["task"]) == ("train", "infer")
+    assert (told["train"]["count"], told["infer"]["count"]) == (8, 1)
+    assert told["infer"]["peak_bytes_per_device"] < told["train"]["peak_bytes_per_device"] * 8
+
+
+@pytest.mark.parametrize("flag", ["--html", "--png"])
+def test_an_output_that_cannot_be_written_is_one_line(flag, tmp_path):
+    done = run(flag, str(tmp_path / "missing" / "file"))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {flag} ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,210 @@
+"""Least times: each resource by hand, what binds, and what is not known."""
+
+import dataclasses
+import json
+import math
+import time
+
+import models
+import pytest
+
+from jaxllm.architectures import ARCHITECTURES
+from jaxllm.config import Config
+from jaxllm.hardware import Device, named
+from jaxllm.ledger import communication, compute, roofline
+from jaxllm.ledger import setting as setting_lib
+from jaxllm.ledger.communication import Transfer
+from jaxllm.ledger.rows import Unknown
+from jaxllm.model.specs import parameter_count
+
+H100 = named("h100")
+
+
+def setting(name="llama3-8b", batch=8, length=8192, policy="bf16", **fields):
+    """A run's; `fields` are `section_field=value`."""
+    config = Config()
+    config.train.batch_size, config.data.sequence_length = batch, length
+    for field, value in fields.items():
+        section, attribute = field.split("_", 1)
+        setattr(getattr(config, section), attribute, value)
+    return setting_lib.make(ARCHITECTURES[name], config, policy, "gpu")
+
+
+def test_decode_is_bound_by_bandwidth():
+    """tokens/s ≤ bandwidth / (weight bytes + KV bytes)."""
+    model = ARCHITECTURES["llama3-8b"]
+    least = roofline.decode_token(model, 1, 8192, "bf16", "bf16", H100, "bfloat16")
+    weights = 2 * (parameter_count(model) - model.vocab_size * model.width + model.width)
+    assert least.bound == "bandwidth"
+    assert 1 / least.seconds == pytest.approx(3350e9 / (weights + 2**30))
+
+
+def test_a_large_batch_is_bound_by_compute():
+    """The head's and matrices' intensity grows with the batch; the cache's does not."""
+    model = ARCHITECTURES["llama3-8b"]
+    assert roofline.decode_token(model, 4096, 16, "bf16", "bf16", H100, "bfloat16").bound == "compute"
+    assert roofline.prefill(model, 1, 8192, "bf16", "bf16", H100, "bfloat16").bound == "compute"
+    assert roofline.prefill(model, 1, 8, "bf16", "bf16", H100, "bfloat16").bound == "bandwidth"
+
+
+def test_training_on_one_device_is_bound_by_compute():
+    run = setting(length=2048, remat_policy="full")
+    least, work = roofline.train_step(run, H100), compute.step(run)
+    assert least.bound == "compute"
+    assert set(least.seconds_of) == {"compute", "bandwidth"}
+    assert least.seconds == work.flops / 989.4e12
+    assert least.seconds_of["bandwidth"] == work.bytes / 3350e9
+
+
+def test_whole_scores_of_long_sequences_are_bound_by_bandwidth():
+    """They are written and read in float32; their bytes grow with the products they are of, but not so the others."""
+    assert roofline.train_step(setting(batch=1, length=16384, remat_policy="full"), H100).bound == "bandwidth"
+
+
+def test_the_peak_is_of_the_dtype_that_multiplies():
+    """float32 as JAX multiplies it by default: TensorFloat-32."""
+    assert roofline.train_step(setting(policy="fp32"), H100).seconds_of["compute"] == pytest.approx(
+        2 * roofline.train_step(setting(policy="fp16"), H100).seconds_of["compute"]
+    )
+    assert isinstance(roofline.train_step(setting(policy="bf16"), named("v100-32gb")).seconds, Unknown)
+
+
+def test_data_parallelism_within_a_host_and_beyond():
+    """Gradients of 2 B in a ring: 2 · (n − 1)/n · 2 B a parameter; beyond the host over eight network cards."""
+    count = parameter_count(ARCHITECTURES["llama3-8b"])
+    for devices, rate in ((8, 450e9), (64, 400e9)):
+        least = roofline.train_step(setting(batch=devices, mesh_data=devices, mesh_zero=0), H100)
+        sent = 2 * (devices - 1) / devices * 2 * count
+        assert least.seconds_of["interconnect"] == pytest.approx(sent / rate, rel=1e-6)
+
+
+def test_tensor_parallelism_is_innermost():
+    """Its rings are within a host, and those of `data` beside it have a card or two each."""
+    mesh = {"replica": 1, "data": 16, "tensor": 4}
+
+    def rate(*axes):
+        devices = math.prod(mesh[axis] for axis in axes)
+        return roofline.ring_rate(Transfer("", "all-reduce", axes, devices, 1, 1), mesh, H100)
+
+    assert rate("tensor") == 450e9
+    assert rate("data") == 2 * 50e9
+    assert rate("data", "tensor") == 8 * 50e9
+    mesh["tensor"], mesh["data"] = 8, 8
+    assert (rate("tensor"), rate("data")) == (450e9, 50e9)
+    mesh["tensor"], mesh["data"] = 16, 4
+    assert (rate("tensor"), rate("data")) == (400e9, 50e9)
+    # A ring that cannot fill hosts evenly is as slow as where it has one device of a host.
+    mesh["tensor"], mesh["data"] = 3, 8
+    assert rate("tensor") == 50e9
+
+
+def test_few_devices_are_one_island_whatever_their_number():
+    mesh = {"replica": 1, "data": 3, "tensor": 2}
+    for axes, devices in ((("data",), 3), (("tensor",), 2), (("data", "tensor"), 6)):
+        assert roofline.ring_rate(Transfer("", "all-gather", axes, devices, 1, 1), mesh, H100) == 450e9
+
+
+def test_a_rack_and_a_slice_are_islands():
+    mesh = {"replica": 1, "data": 64, "tensor": 1}
+    transfer = Transfer("", "all-gather", ("data",), 64, 1, 1)
+    assert roofline.ring_rate(transfer, mesh, named("gb200")) == 900e9
+    assert roofline.ring_rate(transfer, mesh, named("v5e")) == 200e9
+    assert roofline.ring_rate(transfer, mesh, named("rtx4090")) is None
+
+
+def test_transfers_are_those_of_communication():
+    run = setting(batch=16, mesh_data=4, mesh_tensor=4, mesh_zero=3, remat_policy="full")
+    expected = sum(t.ring_bytes / roofline.ring_rate(t, run.mesh, H100) for t in communication.transfers(run))
+    assert roofline.train_step(run, H100).seconds_of["interconnect"] == pytest.approx(expected)
+    assert expected > 0
+
+
+def test_moments_in_host_memory_pass_its_link_both_ways_at_once():
+    run = setting(length=512, optimizer_name="adam", optimizer_offload="moments")
+    least = roofline.train_step(run, H100)
+    moments = 8 * parameter_count(ARCHITECTURES["llama3-8b"])
+    assert least.seconds_of["host link"] == moments / 63e9
+    assert least.bound == "host link"
+    everything = roofline.train_step(setting(length=512, optimizer_name="adam", optimizer_offload="all"), H100)
+    assert everything.seconds_of["host link"] == 1.5 * least.seconds_of["host link"]
+
+
+def test_offloaded_activations_pass_it_in_each_micro_batch():
+    tokens, model = 8 * 8192, ARCHITECTURES["llama3-8b"]
+    least = roofline.train_step(setting(remat_policy="offload:attn_out,resid_mid"), H100)
+    assert least.seconds_of["host link"] == model.layers * tokens * model.width * 2 / 63e9
+    halves = roofline.train_step(setting(remat_policy="offload:attn_out,resid_mid", train_accumulate=2), H100)
+    assert halves.seconds_of["host link"] == least.seconds_of["host link"]
+
+
+def test_a_cpu_has_no_link_to_its_own_memory():
+    host = Device("host", 2**34, 1e10, {"float32": 1e11}, "made up")
+    least = roofline.train_step(setting(policy="fp32", optimizer_offload="moments"), host)
+    assert set(least.seconds_of) == {"compute", "bandwidth"}
+    assert not least.unknown
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ({"peak_flops": {}}, "peak bfloat16 FLOP/s"),
+        ({"bandwidth": None}, "memory bandwidth"),
+        ({"interconnect": None}, "between devices"),
+        ({"network": None}, "between hosts"),
+        ({"host_link": None}, "and its host"),
+    ],
+)
+def test_what_is_not_known_is_named_and_never_zero(missing, told):
+    run = setting(batch=16, mesh_data=16, optimizer_offload="moments")
+    assert not roofline.train_step(run, H100).unknown
+    least = roofline.train_step(run, dataclasses.replace(H100, **missing))
+    assert isinstance(least.seconds, Unknown)
+    assert isinstance(least.bound, Unknown)
+    assert told in least.unknown
+    assert 0 not in least.seconds_of.values()
+    assert json.loads(json.dumps(least.to_json()))["roofline_seconds"] == {"unknown": least.unknown}
+
+
+def test_a_rate_that_is_not_needed_need_not_be_known():
+    device = dataclasses.replace(H100, interconnect=None, network=None, host_link=None)
+    assert roofline.train_step(setting(), device).seconds == roofline.train_step(setting(), H100).seconds
+
+
+def test_json_has_the_parts_and_their_sums():
+    told = json.loads(json.dumps(roofline.train_step(setting(mesh_data=8, mesh_zero=3), H100).to_json()))
+    assert told["flops"] == sum(told["flops_of"].values())
+    assert told["bytes"] == sum(told["bytes_of"].values())
+    assert told["intensity"] == told["flops"] / told["bytes"]
+    assert told["roofline_seconds"] == max(told["seconds_of"].values()) == told["seconds_of"][told["bound"]]
+    assert "executed" in told["flops_convention"]
+
+
+@pytest.mark.parametrize("name", ["h100", "v5e", "rtx4090"])
+def test_the_fraction_of_the_peak_is_at_most_one(name):
+    """Of model FLOPs in the least time, whatever the run."""
+    device = named(name)
+    for remat in ("none", "full"):
+        for devices in (1, 8):
+            run = setting("gemma3-27b", batch=8, length=16384, remat_policy=remat, mesh_data=devices)
+            per_token = compute.model_flops_per_token(run.model, run.length)
+            rate = per_token * run.step_tokens / roofline.train_step(run, device).seconds
+            assert 0 < rate / device.peak("bfloat16") <= 1
+
+
+def test_small_models_too():
+    for model in models.ALL.values():
+        config = Config()
+        config.train.batch_size, config.data.sequence_length = 2, 16
+        made = setting_lib.make(model, config, "fp32", "gpu")
+        assert roofline.train_step(made, H100).bound == "bandwidth"
+
+
+def test_a_planner_can_ask_ten_thousand_times():
+    run = setting("llama3-70b", batch=64, mesh_data=8, mesh_tensor=8, mesh_zero=3, remat_policy="full")
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        roofline.train_step(run, H100)
+        return time.perf_counter() - begun
+
+    assert min(seconds() for _ in range(50)) < 1e-3

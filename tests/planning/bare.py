@@ -1,0 +1,7 @@
+"""A run that sets nothing."""
+
+from jaxllm.config import Config
+
+
+def get_config() -> Config:
+    return Config()
