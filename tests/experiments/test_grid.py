@@ -1,7 +1,10 @@
 """The closed forms against what XLA said of the grid's cells, as it is kept; `aot/test_grid_again.py` asks again."""
 
+import json
+
 import grid
 import grid_report
+import jax
 import pytest
 import runs
 
@@ -13,6 +16,9 @@ RESULTS = runs.ROOT / "experiments" / "results"
 @pytest.mark.parametrize("target", grid.TARGETS)
 def test_the_formulas_hold(target):
     """DESIGN's accuracy: state 0 bytes off, median ≤ 2 %, 95th percentile ≤ 6 %, not one false fit."""
+    kept = json.loads((RESULTS / f"ledger_vs_xla_{target}.json").read_text())["jax"]
+    if target == "cpu" and jax.__version__ != kept:
+        pytest.skip(f"a CPU's forms depend on JAX's version, and the cells are of {kept}")
     made = grid_report.results(RESULTS, target)
     gaps = sorted(abs(result.gap) for result in made if result.gap is not None)
     assert len(made) >= 30
