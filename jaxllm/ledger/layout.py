@@ -76,11 +76,14 @@ class Layout:
     @functools.cached_property
     def _computing(self) -> dict[int, int]:
         """The id of a parameter's share -> numbers of the weight while it computes."""
-        return {id(p.share): self._while_computing(p.share) for p in self.parameters}
+        return {id(p.share): self._while_computing(p) for p in self.parameters}
 
-    def _while_computing(self, share: Placement) -> int:
-        if share.zero_dim is None:
-            return self.per_device(share)
+    def _while_computing(self, parameter: Parameter) -> int:
+        share = parameter.share
+        # Where no moment is in shares (stage 0, or one device along `data`) weights compute as they are stored: only
+        # what is put together from shares may have rows of padding beyond those of `tensor`.
+        if share.zero_dim is None or parameter.moment.zero_dim is None:
+            return self.per_device(parameter.weight)
         local = share.shape[share.zero_dim] // math.prod(self.mesh[axis] for axis in share.axes[share.zero_dim])
         return self.per_device(share) // local * share.gathered
 
@@ -90,7 +93,7 @@ class Layout:
 
     def computing(self, parameter: Parameter) -> int:
         count = self._computing.get(id(parameter.share))
-        return self._while_computing(parameter.share) if count is None else count
+        return self._while_computing(parameter) if count is None else count
 
     def select(self, groups: tuple[str, ...]) -> list[Parameter]:
         if groups not in self._selected:
