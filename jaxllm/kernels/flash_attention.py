@@ -1,0 +1,139 @@
+"""Attention without its matrix of scores, forward and backward: memory grows with the length, not with its square.
+
+FlashAttention-2 (Dao 2023) in Pallas. Between the passes wait the inputs, the output and a float32 a query and head.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxllm.errors import UserError
+from jaxllm.kernels import flash_tpu, flash_triton
+from jaxllm.kernels.flash_tile import Rule
+
+PLATFORMS: dict[str, Any] = {"gpu": flash_triton, "tpu": flash_tpu}
+DTYPES = {"gpu": ("float32", "bfloat16", "float16"), "tpu": ("float32", "bfloat16")}
+_LEAST_HEAD, _LARGEST_HEAD = 16, 256
+
+
+def flash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_segments: Int[Array, "B T"] | None = None,
+    k_segments: Int[Array, "B S"] | None = None,
+    *,
+    causal: bool,
+    window: int,
+    scale: float,
+    softcap: float,
+    platform: str,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q·k·scale)) · v over the keys that a query sees; `reference.attention` by another order of sums.
+
+    Places are counted by index: query t stands at t + S - T. This is `reference.attention_mask` wherever positions
+    grow by one from token to token within a segment, as they do in training and in a prefill without padding between
+    tokens. Query head n uses key head n // (N / K). Scores, softmax and all sums are float32; weights are rounded to
+    the inputs' type before they meet values. A query that sees no key gets 0, and gives no gradients.
+
+    Under `jax.checkpoint` the output is named "attn_context" and log(sum(exp(scores))) "attn_lse": a policy that keeps
+    both need not run the forward kernel again.
+
+    Args:
+      q_segments, k_segments: tokens see their own segment only; padding (0) is a segment like others. Both or neither.
+      causal: a query sees no key after its own place.
+      window: keys at a distance below it are seen, so a query's own is the first; 0 is all. Where not causal, it
+        reaches as far ahead as back.
+      softcap: c·tanh(score / c) before the mask (Gemma 2); 0 is none.
+      platform: whose kernels: "gpu" (Triton) or "tpu" (Mosaic).
+      interpret: run them as plain JAX, on any device; slow, for tests.
+    Raises:
+      UserError: shapes or types that the kernels cannot do; there is no silent fallback.
+    """
+    _require(q, k, v, q_segments, k_segments, window, softcap, platform)
+    rule = Rule(q.shape[1], k.shape[2], causal, window, scale, softcap)
+    return _attend(q, k, v, q_segments, k_segments, rule, platform, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array | None,
+    k_segments: Array | None,
+    rule: Rule,
+    platform: str,
+    interpret: bool,
+) -> Array:
+    return PLATFORMS[platform].forward(q, k, v, q_segments, k_segments, rule, interpret)[0]
+
+
+def _forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array | None,
+    k_segments: Array | None,
+    rule: Rule,
+    platform: str,
+    interpret: bool,
+) -> tuple[Array, tuple[Array | None, ...]]:
+    out, lse = PLATFORMS[platform].forward(q, k, v, q_segments, k_segments, rule, interpret)
+    out, lse = checkpoint_name(out, "attn_context"), checkpoint_name(lse, "attn_lse")
+    return out, (q, k, v, q_segments, k_segments, out, lse)
+
+
+def _backward(
+    rule: Rule, platform: str, interpret: bool, saved: tuple[Any, ...], change: Array
+) -> tuple[Array, Array, Array, None, None]:
+    dq, dk, dv = PLATFORMS[platform].backward(*saved, change, rule, interpret)
+    return dq, dk, dv, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _require(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array | None,
+    k_segments: Array | None,
+    window: int,
+    softcap: float,
+    platform: str,
+) -> None:
+    """Raises UserError for what the kernels cannot do."""
+    if platform not in PLATFORMS:
+        raise UserError(
+            f"attention kernels are for {' and '.join(PLATFORMS)}, not {platform!r}; use implementation=xla"
+        )
+    B, T, N, H = q.shape
+    K, S = k.shape[1:3]
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if k.shape != (B, K, S, H) or v.shape != k.shape:
+        raise UserError(f"attention kernels take q [B,T,N,H], k and v [B,K,S,H], not {shapes}")
+    if N % K:
+        raise UserError(f"{N} query heads are not a multiple of {K} key heads ({shapes})")
+    if not _LEAST_HEAD <= H <= _LARGEST_HEAD:
+        raise UserError(
+            f"attention kernels are for head_dim {_LEAST_HEAD} to {_LARGEST_HEAD}, not {H}; use implementation=xla"
+        )
+    if not q.dtype == k.dtype == v.dtype or str(jnp.dtype(q.dtype)) not in DTYPES[platform]:
+        raise UserError(
+            f"attention kernels for {platform} take q, k and v of one type of {', '.join(DTYPES[platform])}, not "
+            f"{q.dtype}, {k.dtype}, {v.dtype}; use implementation=xla"
+        )
+    if (q_segments is None) != (k_segments is None):
+        raise UserError("attention takes segments of both queries and keys, or of neither")
+    for name, segments, expected in (("q", q_segments, (B, T)), ("k", k_segments, (B, S))):
+        if segments is not None and segments.shape != expected:
+            raise UserError(f"{name}_segments have shape {segments.shape}, not {expected}")
+    if window < 0 or softcap < 0:
+        raise UserError(f"window ({window}) and softcap ({softcap}) must be 0 (none) or more")

@@ -1,0 +1,367 @@
+"""Flash attention for NVIDIA, through Pallas's Triton path.
+
+FlashAttention-2 (Dao 2023): each program owns a block of queries (or, for the gradients of keys and values, a block of
+keys and its group of query heads), and loops over the tiles that its mask leaves. Nothing is added up across programs,
+so that the same inputs give the same bits. Triton's tensors are powers of two: heads of other sizes, and the ends of
+sequences, are masked when they are loaded and stored.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.kernels.flash_blocks import Tile, tiles_for
+from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Rule, key_head, tiles
+
+Span = tuple[Index, Index, bool]
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_segments: Int[Array, "B T"] | None,
+    k_segments: Int[Array, "B S"] | None,
+    rule: Rule,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """The output, and log(sum(exp(scores))) of each row."""
+    B, T, N, H = q.shape
+    K = k.shape[1]
+    tile, dot = tiles_for("gpu", H, q.dtype).forward, _product(q.dtype, interpret)
+    layout = _Layout(q, k, tile)
+    count, last = pl.cdiv(T, tile.queries), pl.cdiv(T, tile.queries) - 1
+    queries = layout.query_block(lambda i, n, b: (b, last - i, n, 0))
+    keys = layout.all_keys(lambda i, n, b: (b, key_head(n, N // K), 0, 0))
+    return _call(
+        functools.partial(_forward_kernel, rule=rule, tile=tile, dot=dot, last=last, head_dim=H),
+        tile,
+        interpret,
+        name="flash_attention",
+        grid=(count, N, B),
+        in_specs=[
+            *(queries, keys, keys),
+            _or_none(q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
+            _or_none(k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
+        ],
+        out_specs=[queries, pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+    )(q, k, v, q_segments, k_segments)
+
+
+def backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_segments: Int[Array, "B T"] | None,
+    k_segments: Int[Array, "B S"] | None,
+    out: Float[Array, "B T N H"],
+    lse: Float[Array, "B N T"],
+    change: Float[Array, "B T N H"],
+    rule: Rule,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """Gradients of q, k and v from that of the output."""
+    B, T, N, H = q.shape
+    K, S = k.shape[1:3]
+    G = N // K
+    chosen, dot = tiles_for("gpu", H, q.dtype), _product(q.dtype, interpret)
+    # What every weight's change loses to the normalisation: the output along its own change.
+    delta = jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
+    operands = (q, k, v, q_segments, k_segments, change, lse, delta)
+
+    tile, layout = chosen.dq, _Layout(q, k, chosen.dq)
+    last = pl.cdiv(T, tile.queries) - 1
+    queries = layout.query_block(lambda i, n, b: (b, last - i, n, 0))
+    keys = layout.all_keys(lambda i, n, b: (b, key_head(n, G), 0, 0))
+    statistics = pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))
+    (dq,) = _call(
+        functools.partial(_dq_kernel, rule=rule, tile=tile, dot=dot, last=last, head_dim=H),
+        tile,
+        interpret,
+        name="flash_attention_dq",
+        grid=(last + 1, N, B),
+        in_specs=[
+            *(queries, keys, keys),
+            _or_none(q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
+            _or_none(k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
+            *(queries, statistics, statistics),
+        ],
+        out_specs=[queries],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+    )(*operands)
+
+    tile, layout = chosen.dkv, _Layout(q, k, chosen.dkv)
+    group = pl.BlockSpec((None, layout.T, G, layout.H), lambda j, h, b: (b, 0, h, 0))
+    keys = pl.BlockSpec((None, None, tile.keys, layout.H), lambda j, h, b: (b, h, j, 0))
+    statistics = pl.BlockSpec((None, G, layout.T), lambda j, h, b: (b, h, 0))
+    dk, dv = _call(
+        functools.partial(_dkv_kernel, rule=rule, tile=tile, dot=dot, heads=G, head_dim=H),
+        tile,
+        interpret,
+        name="flash_attention_dkv",
+        grid=(pl.cdiv(S, tile.keys), K, B),
+        in_specs=[
+            *(group, keys, keys),
+            _or_none(q_segments, pl.BlockSpec((None, layout.T), lambda j, h, b: (b, 0))),
+            _or_none(k_segments, pl.BlockSpec((None, tile.keys), lambda j, h, b: (b, j))),
+            *(group, statistics, statistics),
+        ],
+        out_specs=[keys, keys],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+    )(*operands)
+    return dq, dk, dv
+
+
+class _Layout:
+    """Lengths and head dimension rounded up to what tiles are made of, and blocks of them."""
+
+    def __init__(self, q: Array, k: Array, tile: Tile) -> None:
+        self.tile = tile
+        self.T = pl.cdiv(q.shape[1], tile.queries) * tile.queries
+        self.S = pl.cdiv(k.shape[2], tile.keys) * tile.keys
+        self.H = pl.next_power_of_2(q.shape[3])
+
+    def query_block(self, index: Callable[..., Any]) -> pl.BlockSpec:
+        return pl.BlockSpec((None, self.tile.queries, None, self.H), index)
+
+    def all_keys(self, index: Callable[..., Any]) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, self.S, self.H), index)
+
+
+def _or_none(array: Array | None, spec: pl.BlockSpec) -> pl.BlockSpec | None:
+    return None if array is None else spec
+
+
+def _call(kernel: Callable[..., None], tile: Tile, interpret: bool, **arguments: Any) -> Callable[..., Any]:
+    parameters = plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
+    return pl.pallas_call(kernel, compiler_params=parameters, interpret=interpret, **arguments)
+
+
+def _forward_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_segments_ref: Any,
+    k_segments_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    *,
+    rule: Rule,
+    tile: Tile,
+    dot: Callable[..., Array],
+    last: int,
+    head_dim: int,
+) -> None:
+    # Under a causal mask the last queries have the most to do: they begin first.
+    start = (last - pl.program_id(0)) * tile.queries
+    rows = start + jnp.arange(tile.queries)
+    q = _load_rows(q_ref, 0, tile.queries, rule.queries - start, head_dim)
+    row_segments = _load_segments(q_segments_ref, 0, tile.queries, rule.queries - start)
+
+    def step(j: Index, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
+        total, high, summed = carry
+        first = j * tile.keys
+        k = _load_rows(k_ref, first, tile.keys, rule.keys - first, head_dim)
+        v = _load_rows(v_ref, first, tile.keys, rule.keys - first, head_dim)
+        bits = rule.bits(dot(q, k, (1, 1)))
+        if masked:
+            column_segments = _load_segments(k_segments_ref, first, tile.keys, rule.keys - first)
+            columns = first + jnp.arange(tile.keys)
+            mask = rule.visible(rows[:, None], columns[None, :], _down(row_segments), _along(column_segments))
+            bits = jnp.where(mask, bits, HIDDEN)
+        new_high = jnp.maximum(high, bits.max(1))
+        weights = jnp.exp2(bits - new_high[:, None])
+        shrink = jnp.exp2(high - new_high)
+        total = total * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
+        return total, new_high, summed * shrink + weights.sum(1)
+
+    shape = (tile.queries, q.shape[1])
+    carry = (jnp.zeros(shape, jnp.float32), jnp.full(shape[:1], LEAST, jnp.float32), jnp.zeros(shape[:1], jnp.float32))
+    carry = _loop(_key_spans(rule, start, tile, row_segments is not None), step, carry)
+    total, high, summed = carry
+    empty = summed == 0
+    out = total / jnp.where(empty, 1.0, summed)[:, None]
+    lse = jnp.where(empty, EMPTY, high * LN_2 + jnp.log(jnp.where(empty, 1.0, summed)))
+    _store_rows(out_ref, out, rule.queries - start, head_dim)
+    plgpu.store(lse_ref, lse, mask=rows < rule.queries)
+
+
+def _dq_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_segments_ref: Any,
+    k_segments_ref: Any,
+    change_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    dq_ref: Any,
+    *,
+    rule: Rule,
+    tile: Tile,
+    dot: Callable[..., Array],
+    last: int,
+    head_dim: int,
+) -> None:
+    start = (last - pl.program_id(0)) * tile.queries
+    rows = start + jnp.arange(tile.queries)
+    q = _load_rows(q_ref, 0, tile.queries, rule.queries - start, head_dim)
+    change = _load_rows(change_ref, 0, tile.queries, rule.queries - start, head_dim)
+    row_segments = _load_segments(q_segments_ref, 0, tile.queries, rule.queries - start)
+    lse = plgpu.load(lse_ref, mask=rows < rule.queries, other=EMPTY) * LOG2_E
+    delta = plgpu.load(delta_ref, mask=rows < rule.queries, other=0.0)
+
+    def step(j: Index, dq: Array, masked: bool) -> Array:
+        first = j * tile.keys
+        k = _load_rows(k_ref, first, tile.keys, rule.keys - first, head_dim)
+        v = _load_rows(v_ref, first, tile.keys, rule.keys - first, head_dim)
+        bits = rule.bits(dot(q, k, (1, 1)))
+        shown = bits
+        if masked:
+            column_segments = _load_segments(k_segments_ref, first, tile.keys, rule.keys - first)
+            columns = first + jnp.arange(tile.keys)
+            mask = rule.visible(rows[:, None], columns[None, :], _down(row_segments), _along(column_segments))
+            shown = jnp.where(mask, bits, HIDDEN)
+        weights = jnp.exp2(shown - lse[:, None])
+        scores = rule.slope(bits, weights * (dot(change, v, (1, 1)) - delta[:, None]))
+        return dq + dot(scores.astype(k.dtype), k, (1, 0))
+
+    dq = _loop(_key_spans(rule, start, tile, row_segments is not None), step, jnp.zeros(q.shape, jnp.float32))
+    _store_rows(dq_ref, dq * rule.scale, rule.queries - start, head_dim)
+
+
+def _dkv_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_segments_ref: Any,
+    k_segments_ref: Any,
+    change_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    *,
+    rule: Rule,
+    tile: Tile,
+    dot: Callable[..., Array],
+    heads: int,
+    head_dim: int,
+) -> None:
+    start = pl.program_id(0) * tile.keys
+    k = _load_rows(k_ref, 0, tile.keys, rule.keys - start, head_dim)
+    v = _load_rows(v_ref, 0, tile.keys, rule.keys - start, head_dim)
+    column_segments = _load_segments(k_segments_ref, 0, tile.keys, rule.keys - start)
+    columns = start + jnp.arange(tile.keys)
+    spans = _query_spans(rule, start, tile, column_segments is not None)
+
+    def one_head(g: Index, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def step(i: Index, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
+            dk, dv = carry
+            first = i * tile.queries
+            rows = first + jnp.arange(tile.queries)
+            here = pl.ds(first, tile.queries)
+            q = _load_rows(q_ref, first, tile.queries, rule.queries - first, head_dim, g)
+            change = _load_rows(change_ref, first, tile.queries, rule.queries - first, head_dim, g)
+            lse = plgpu.load(lse_ref.at[g, here], mask=rows < rule.queries, other=EMPTY) * LOG2_E
+            delta = plgpu.load(delta_ref.at[g, here], mask=rows < rule.queries, other=0.0)
+            # Keys down, queries along: what meets the changes and queries below is not turned first.
+            bits = rule.bits(dot(k, q, (1, 1)))
+            shown = bits
+            if masked:
+                row_segments = _load_segments(q_segments_ref, first, tile.queries, rule.queries - first)
+                mask = rule.visible(rows[None, :], columns[:, None], _along(row_segments), _down(column_segments))
+                shown = jnp.where(mask, bits, HIDDEN)
+            weights = jnp.exp2(shown - lse[None, :])
+            dv += dot(weights.astype(change.dtype), change, (1, 0))
+            scores = rule.slope(bits, weights * (dot(v, change, (1, 1)) - delta[None, :]))
+            return dk + dot(scores.astype(q.dtype), q, (1, 0)), dv
+
+        return _loop(spans, step, carry)
+
+    zero = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, heads, one_head, (zero, zero))
+    _store_rows(dk_ref, dk * rule.scale, rule.keys - start, head_dim)
+    _store_rows(dv_ref, dv, rule.keys - start, head_dim)
+
+
+def _key_spans(rule: Rule, start: Index, tile: Tile, segmented: bool) -> Sequence[Span]:
+    """Blocks of keys for a block of queries: (first, end, whether a mask is needed)."""
+    low, high = tiles(rule.keys_of(start, jnp.minimum(start + tile.queries, rule.queries)), tile.keys)
+    if segmented or rule.window:
+        return [(low, high, True)]
+    # Blocks that end before the first query's place, and before the end, are seen whole.
+    seen = jnp.minimum(jnp.maximum(start + rule.offset + 1, 0), rule.keys) if rule.causal else rule.keys
+    whole = lax.div(seen, tile.keys) if rule.causal else rule.keys // tile.keys
+    return [(0, whole, False), (whole, high, True)]
+
+
+def _query_spans(rule: Rule, start: Index, tile: Tile, segmented: bool) -> Sequence[Span]:
+    """Blocks of queries for a block of keys. A query past the end has no change, so that it needs no mask."""
+    end = jnp.minimum(start + tile.keys, rule.keys)
+    low, high = tiles(rule.queries_of(start, end), tile.queries)
+    if segmented or rule.window:
+        return [(low, high, True)]
+    if not rule.causal:
+        return [(low, high, False)]
+    whole = lax.div(jnp.maximum(end - 1 - rule.offset, 0) + tile.queries - 1, tile.queries)
+    return [(low, jnp.minimum(whole, high), True), (jnp.minimum(whole, high), high, False)]
+
+
+def _loop(spans: Sequence[Span], step: Callable[..., Any], carry: Any) -> Any:
+    for first, end, masked in spans:
+        carry = lax.fori_loop(first, end, functools.partial(step, masked=masked), carry)
+    return carry
+
+
+def _down(segments: Int[Array, " n"] | None) -> Int[Array, "n 1"] | None:
+    return None if segments is None else segments[:, None]
+
+
+def _along(segments: Int[Array, " n"] | None) -> Int[Array, "1 n"] | None:
+    return None if segments is None else segments[None, :]
+
+
+def _product(dtype: DTypeLike, interpret: bool) -> Callable[..., Array]:
+    """A function (a, b, (contracted dimension of each)) -> their product in float32."""
+    # Tensor cores round float32 to 10 bits; three products of parts of the numbers make good what is lost. It is
+    # NVIDIA's way alone, so that the interpreter has to take its own.
+    exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    precision = exact if dtype == jnp.float32 else None
+
+    def product(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
+        dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
+        return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+    return product
+
+
+def _load_rows(ref: Any, first: Index, count: int, left: Index, head_dim: int, head: Index | None = None) -> Array:
+    """Rows [first, first + count) of which `left` are there; zeros for the others and past the head dimension."""
+    width = ref.shape[-1]
+    here, columns = pl.ds(first, count), pl.ds(0, width)
+    part = ref.at[here, columns] if head is None else ref.at[here, head, columns]
+    return plgpu.load(part, mask=_there(count, left, width, head_dim), other=0.0)
+
+
+def _store_rows(ref: Any, value: Array, left: Index, head_dim: int) -> None:
+    plgpu.store(ref, value.astype(ref.dtype), mask=_there(value.shape[0], left, value.shape[1], head_dim))
+
+
+def _there(count: int, left: Index, width: int, head_dim: int) -> Bool[Array, "count width"]:
+    return (jnp.arange(count) < left)[:, None] & (jnp.arange(width) < head_dim)[None, :]
+
+
+def _load_segments(ref: Any, first: Index, count: int, left: Index) -> Int[Array, " count"] | None:
+    if ref is None:
+        return None
+    return plgpu.load(ref.at[pl.ds(first, count)], mask=jnp.arange(count) < left, other=0)

@@ -1,0 +1,148 @@
+"""The attention kernels compiled for devices that are not there: that they are, what memory they need, what spills."""
+
+import functools
+import glob
+import pathlib
+import re
+import subprocess
+import sysconfig
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxllm import hardware
+from jaxllm.kernels import flash_triton, reference
+from jaxllm.kernels.flash_attention import flash_attention
+from jaxllm.kernels.flash_blocks import Tile, Tiles
+from jaxllm.ledger import absent, compiled, tpu_report
+from jaxllm.programs import Program
+
+GPUS = ["a100-80gb", "h100", "b200"]
+TPUS = ["v5e", "v5p"]
+HEADS, KEY_HEADS, LENGTH = 4, 2, 1024
+# With the masks of a packed batch of Gemma 2; a bare causal mask. Kernels of the two are compiled otherwise.
+RULES = {"rich": {"window": 300, "softcap": 30.0}, "bare": {"window": 0, "softcap": 0.0}}
+# What XLA rounds buffers up to, and its table of outputs.
+SMALL = 1024
+
+
+def program(platform, head_dim, length, rule, dtype="bfloat16"):
+    """Forward and backward of one layer's attention."""
+    q = jax.ShapeDtypeStruct((1, length, HEADS, head_dim), dtype)
+    k = jax.ShapeDtypeStruct((1, KEY_HEADS, length, head_dim), dtype)
+    segments = [jax.ShapeDtypeStruct((1, length), jnp.int32)] * (2 if rule == "rich" else 0)
+
+    def run(q, k, v, change, *segments):
+        def attend(q, k, v):
+            masks = {"causal": True, "scale": head_dim**-0.5, **RULES[rule]}
+            return flash_attention(q, k, v, *segments, **masks, platform=platform)
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(change)
+
+    return Program("attention", jax.jit(run), (q, k, k, q, *segments), ())
+
+
+@functools.cache
+def figures(name, head_dim, length=LENGTH, rule="rich", dtype="bfloat16"):
+    """(bytes of temporaries, {kernel: (bytes spilled, registers)}); the second is {} for TPUs, which tell nothing."""
+    device = hardware.named(name)
+    target = absent.require_compiler(device.name, device.compile_target)
+    platform = "tpu" if target.platform == "tpu" else "gpu"
+    with tempfile.TemporaryDirectory() as folder:
+        dumped = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
+        executable = absent.compile_for(program(platform, head_dim, length, rule, dtype), target, 1, dumped)
+        found, told = compiled.figures(executable), tpu_report.figures(pathlib.Path(folder))
+        # A TPU's report has the outputs among what is not an argument; its own analysis leaves out vector memory.
+        temps = told["temps"] - found["outputs"] if told else found["temps"]
+        return temps, spills(pathlib.Path(folder))
+
+
+def spills(folder):
+    """What NVIDIA's assembler says of the kernels of `flash_triton` in a folder of PTX."""
+    (assembler,) = glob.glob(f"{sysconfig.get_path('purelib')}/nvidia/*/bin/ptxas")
+    told = {}
+    for path in folder.glob("*.ptx"):
+        arch = re.search(r"^\.target (\w+)", path.read_text(), re.MULTILINE)
+        if arch is None:
+            continue
+        command = [assembler, "-v", "-arch", arch[1], str(path), "-o", str(folder / "out.cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        entry = r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+        for kernel, stored, loaded, registers in re.findall(entry, said, re.DOTALL):
+            if kernel.startswith("flash_attention"):
+                told[kernel] = (int(stored) + int(loaded), int(registers))
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", GPUS)
+def test_no_kernel_spills_on_gpus(name, head_dim, rule):
+    _, told = figures(name, head_dim, rule=rule)
+    assert set(told) == {"flash_attention", "flash_attention_dq", "flash_attention_dkv"}
+    assert all(spilled == 0 for spilled, _ in told.values()), told
+
+
+@pytest.mark.slow
+def test_spills_would_be_seen(monkeypatch):
+    tile = Tile(64, 64, 4)
+    monkeypatch.setattr(flash_triton, "tiles_for", lambda *_: Tiles(tile, tile, tile))
+    _, told = figures.__wrapped__("a100-80gb", 64)
+    assert any(spilled > 0 for spilled, _ in told.values())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", GPUS)
+def test_gpus_need_two_numbers_a_query_and_head(name, head_dim, rule):
+    """lse and delta in float32, and nothing else, whatever the head dimension."""
+    temps, _ = figures(name, head_dim, rule=rule)
+    assert 0 <= temps - 2 * 4 * HEADS * LENGTH <= SMALL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "length"), [(64, LENGTH), (128, LENGTH), (256, LENGTH), (128, 8 * LENGTH)])
+@pytest.mark.parametrize("name", TPUS)
+def test_tpus_need_turned_copies_besides(name, head_dim, length):
+    """Of q, the output, its change and dq, and of keys and values and their gradients, at most; in 128 lanes.
+
+    Linear in the length: at the longer one a single head's scores would be twice the whole bound.
+    """
+    temps, _ = figures(name, head_dim, length)
+    copies = 4 * 2 * (HEADS + KEY_HEADS) * length * max(head_dim, 128)
+    statistics = 2 * 4 * HEADS * length
+    # Often less than the statistics: the compiler keeps what it can where outputs will be.
+    assert 0 <= temps <= copies + 4 * statistics
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_memory_grows_with_the_length_not_its_square(name):
+    assert figures(name, 128, 2 * LENGTH)[0] <= 2 * figures(name, 128)[0] + SMALL
+
+
+def test_the_reference_s_memory_grows_with_the_square():
+    def temps(length):
+        q, k = (
+            jax.ShapeDtypeStruct((1, length, 4, 64), "bfloat16"),
+            jax.ShapeDtypeStruct((1, 2, length, 64), "bfloat16"),
+        )
+        mask = jax.ShapeDtypeStruct((1, length, length), bool)
+
+        def run(q, k, v, mask):
+            return reference.attention(q, k, v, mask, scale=0.1, softcap=0.0, named=False)
+
+        made = Program("reference", jax.jit(run), (q, k, k, mask), ())
+        return compiled.figures(absent.compile_for(made, hardware.named("h100").compile_target, 1))["temps"]
+
+    assert temps(2048) > 3 * temps(1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h100", "v5e"])
+def test_float32_and_odd_shapes_compile(name):
+    for head_dim, length in ((80, 1000), (192, 77)):
+        assert figures(name, head_dim, length, dtype="float32")[0] > 0
