@@ -22,6 +22,15 @@ SEED = 20261129
 TARGETS = ("cpu", "h100", "v5e")
 # Devices of a run; on a CPU they are pretended, in one process.
 COUNTS = {"cpu": (1, 1, 2, 4, 8), "h100": (1, 1, 2, 8, 8, 16, 64, 256, 1024), "v5e": (1, 1, 4, 8, 16, 64, 256)}
+# Those of the first draw: one more would change every draw.
+_MODELS = (
+    *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b", "llama2-7b", "llama2-13b"),
+    *("llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b"),
+    *("llama3.2-3b", "mistral-7b", "mixtral-8x7b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b"),
+    *("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"),
+    *("qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "gemma2-2b", "gemma2-9b", "gemma2-27b", "gemma3-1b"),
+    *("gemma3-4b", "gemma3-12b", "gemma3-27b", "smollm2-135m", "smollm2-360m", "smollm2-1.7b"),
+)
 # What is trained on a CPU is small.
 _LARGEST = {"cpu": 0.6e9, "h100": 200e9, "v5e": 80e9}
 # Bytes of a device that its cells may fill, as published; a CPU's are those of the machine that the grid pretends.
@@ -106,7 +115,7 @@ def cells(target: str, count: int) -> Iterator[Cell]:
 
 def _draw(draw: random.Random, target: str) -> Config:
     config = Config()
-    config.model.name = draw.choice(list(architectures.ARCHITECTURES))
+    config.model.name = draw.choice(_MODELS)
     count = draw.choice(COUNTS[target])
     config.mesh.tensor = draw.choice([size for size in (1, 1, 1, 2, 4, 8) if count % size == 0])
     shares = count // config.mesh.tensor

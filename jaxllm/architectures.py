@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from jaxllm import config as config_lib
-from jaxllm import config_checks
+from jaxllm import config_checks, longrope
 from jaxllm.config import Architecture, Config, ModelConfig
 from jaxllm.errors import UserError
 
@@ -190,6 +190,56 @@ def _smollm2(*row: int, **changes: Any) -> Architecture:
     return _llama(*row, **shared | changes)
 
 
+def _smollm3(*row: int, **changes: Any) -> Architecture:
+    """SmolLM3 (Bakouch et al. 2025): every fourth layer is not rotated. Source: config.json of the release."""
+    shared: dict[str, Any] = {
+        "vocab_size": 128256,
+        "context_length": 65536,
+        "norm_eps": 1e-6,
+        "pattern": ("full",) * 3 + ("nope",),
+        "tied_embeddings": True,
+        "rope_theta": 5_000_000.0,
+    }
+    return _llama(*row, **shared | changes)
+
+
+def _olmo2(*row: int, **changes: Any) -> Architecture:
+    """OLMo 2 (Walsh et al. 2025): norms after the sub-layers, and of queries and keys over all heads together.
+
+    Source: config.json of each release.
+    """
+    shared: dict[str, Any] = {
+        "vocab_size": 100352,
+        "norm_placement": "post",
+        "norm_eps": 1e-6,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "rope_theta": 500_000.0,
+    }
+    return _llama(*row, **shared | changes)
+
+
+def _phi3(*row: int, **changes: Any) -> Architecture:
+    """Phi-3 (Abdin et al. 2024) and what has its architecture: Llama's, with a window in the models of 4096 positions.
+
+    Source: config.json of each release. The windows of the longer models are no shorter than their context.
+    """
+    return _llama(*row, **{"vocab_size": 32064} | changes)
+
+
+def _phi_longrope(*row: int, short: tuple[float, ...], long: tuple[float, ...], **changes: Any) -> Architecture:
+    """131072 positions from 4096 by longrope."""
+    shared: dict[str, Any] = {
+        "context_length": 131072,
+        "rope_scaling": "longrope",
+        "rope_factor": 32.0,
+        "rope_original_context": 4096,
+        "rope_short_factors": short,
+        "rope_long_factors": long,
+    }
+    return _phi3(*row, **shared | changes)
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
@@ -248,6 +298,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm2-135m": _smollm2(30, 576, 9, 3, 64, 1536, init_std=1 / 24),
     "smollm2-360m": _smollm2(32, 960, 15, 5, 64, 2560),
     "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 64, 8192, rope_theta=130_000.0),
+    "smollm3-3b": _smollm3(36, 2048, 16, 4, 128, 11008),
+    "olmo2-1b": _olmo2(16, 2048, 16, 16, 128, 8192),
+    "olmo2-7b": _olmo2(32, 4096, 32, 32, 128, 11008),
+    "olmo2-13b": _olmo2(40, 5120, 40, 40, 128, 13824),
+    "olmo2-32b": _olmo2(64, 5120, 40, 8, 128, 27648),
+    "phi3-mini-4k": _phi3(32, 3072, 32, 32, 96, 8192, pattern=("sliding",), window=2047),
+    "phi3-medium-4k": _phi3(40, 5120, 40, 10, 128, 17920, pattern=("sliding",), window=2047),
+    "phi3.5-mini": _phi_longrope(
+        *(32, 3072, 32, 32, 96, 8192), short=longrope.PHI35_MINI_SHORT, long=longrope.PHI35_MINI_LONG
+    ),
+    "phi4": _phi3(40, 5120, 40, 10, 128, 17920, vocab_size=100352, context_length=16384, rope_theta=250_000.0),
+    "phi4-mini": _phi_longrope(
+        *(32, 3072, 24, 8, 128, 8192),
+        short=longrope.PHI4_MINI_SHORT,
+        long=longrope.PHI4_MINI_LONG,
+        vocab_size=200064,
+        rope_dim=96,
+        tied_embeddings=True,
+    ),
 }
 
 
@@ -256,20 +325,28 @@ def resolve(model: ModelConfig) -> Architecture:
 
     An override changes its own field and no other: a new width or number of heads keeps head_dim, and a new
     width keeps embedding_scale. The one exception is a model with as many key heads as query heads (no
-    grouping), which stays one: there `heads` sets `kv_heads` too, unless that is given.
+    grouping), which stays one: there `heads` sets `kv_heads` too, unless that is given. Where every field is given
+    that has no default, as `listed` gives them, the name may be any.
 
     Raises:
       UserError: there is no such name; it tells the nearest ones.
     """
+    fields = dataclasses.fields(Architecture)
+    overrides = {field.name: getattr(model, field.name) for field in fields if getattr(model, field.name) is not None}
     if model.name not in ARCHITECTURES:
+        if all(field.name in overrides for field in fields if field.default is dataclasses.MISSING):
+            return Architecture(**overrides)
         near = difflib.get_close_matches(model.name, ARCHITECTURES, n=3, cutoff=0.0)
         raise UserError(f"config.model.name is {model.name!r}, which is no known model; nearest: {', '.join(near)}")
     entry = ARCHITECTURES[model.name]
-    names = [field.name for field in dataclasses.fields(Architecture)]
-    overrides = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
     if "heads" in overrides and entry.kv_heads == entry.heads:
         overrides = {"kv_heads": overrides["heads"]} | overrides
     return dataclasses.replace(entry, **overrides)
+
+
+def listed(name: str, model: Architecture) -> ModelConfig:
+    """The configuration of a model that is in no table here: all of its numbers, under a name for messages."""
+    return ModelConfig(name=name, **{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
 
 
 def resolve_config(config: Config) -> Architecture:

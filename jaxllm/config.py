@@ -19,7 +19,7 @@ from jaxllm.errors import UserError
 
 # What a string field may hold. One table, so that the check, the message and the documentation agree.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "data.source": ("python", "text", "jsonl", "parquet", "tokens"),
+    "data.source": ("python", "text", "jsonl", "parquet", "tokens", "chat"),
     "optimizer.name": ("sgd", "momentum", "adam", "adamw", "adafactor", "lion", "muon"),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "optimizer.moment_dtype": ("float32", "bfloat16"),
@@ -28,10 +28,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "ledger.check": ("off", "warn", "strict"),
     "model.mlp": ("gelu", "swiglu", "geglu"),
     "model.norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one"),
-    "model.norm_placement": ("pre", "sandwich"),
+    "model.norm_placement": ("pre", "post", "sandwich"),
     "model.positions": ("learned", "rotary"),
-    "model.rope_scaling": ("none", "linear", "llama3", "yarn"),
+    "model.qk_norm_over": ("head", "projection"),
+    "model.rope_scaling": ("none", "linear", "llama3", "yarn", "longrope"),
 }
+
+
+# full: sees all tokens before | sliding: the last `window` of them | nope: full, and never rotated (Kazemnejad et al.
+# 2023), among layers that are.
+LAYER_KINDS = ("full", "sliding", "nope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +57,17 @@ class Architecture:
     context_length: int  # positions the model was made for
     mlp: str  # gelu (tanh approximation, two matrices) | swiglu | geglu (three matrices)
     norm: str  # layernorm | rmsnorm | rmsnorm_plus_one (scale is 1 + w)
-    norm_placement: str  # pre | sandwich (a norm before and after each sub-layer)
+    norm_placement: str  # of each sub-layer's norm: pre (before it) | post (after it) | sandwich (one each)
     norm_eps: float
     positions: str  # learned | rotary
     qkv_bias: bool
     out_bias: bool  # attention output projection
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: bool  # an RMSNorm of queries and one of keys, before they are rotated
     tied_embeddings: bool
     init_std: float
-    pattern: tuple[str, ...] = ("full",)  # kinds of consecutive layers, repeated: full | sliding
+    qk_norm_over: str = "head"  # numbers of a token that one norm takes: head | projection (all heads together)
+    pattern: tuple[str, ...] = ("full",)  # kinds of consecutive layers, repeated: of LAYER_KINDS
     window: int = 0  # tokens a sliding layer sees, itself included; 0 where no layer slides
     embedding_scale: float = 1.0
     query_scale: float = 0.0  # attention logits are multiplied by it; 0 stands for head_dim ** -0.5
@@ -68,13 +75,17 @@ class Architecture:
     logit_softcap: float = 0.0
     rope_theta: float = 10_000.0
     rope_theta_sliding: float = 0.0  # of sliding layers, never scaled; 0: the same as rope_theta, scaled alike
-    rope_scaling: str = "none"  # none | linear | llama3 | yarn
-    rope_factor: float = 1.0
-    rope_original_context: int = 0  # llama3 and yarn: context before scaling
+    rope_dim: int = 0  # first numbers of a head that are rotated, the rest is left alone; 0 is all of head_dim
+    rope_scaling: str = "none"  # none | linear | llama3 | yarn | longrope
+    rope_factor: float = 1.0  # longer context over original one
+    rope_original_context: int = 0  # llama3, yarn and longrope: context before scaling
     rope_low_freq_factor: float = 1.0  # llama3
     rope_high_freq_factor: float = 4.0  # llama3
     rope_beta_fast: float = 32.0  # yarn
     rope_beta_slow: float = 1.0  # yarn
+    rope_short_factors: tuple[float, ...] = ()  # longrope: each pair's, of sequences within the original context
+    rope_long_factors: tuple[float, ...] = ()  # longrope: of longer ones
+    rope_attention_factor: float = 0.0  # yarn and longrope: on rotated queries and keys; 0 is the method's own
     experts: int = 0  # 0 is a dense MLP
     experts_per_token: int = 0
     normalize_routing: bool = True  # the chosen experts' weights sum to 1
@@ -89,6 +100,11 @@ class Architecture:
     def gated(self) -> bool:
         """A gated MLP has three matrices, a plain one two."""
         return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def rotated(self) -> int:
+        """Numbers of a head that are rotated, where positions are rotary."""
+        return self.rope_dim or self.head_dim
 
     @property
     def repeats(self) -> int:
@@ -119,12 +135,16 @@ else:
 class DataConfig:
     """What is read, and how it becomes batches."""
 
-    source: str = "python"  # python: the standard library's own source | text | jsonl | parquet | tokens
+    # python: the standard library's own source | text | jsonl | parquet | tokens | chat: conversations, of which only
+    # the assistant's turns are trained on (jaxllm/data/conversations.py)
+    source: str = "python"
     path: str = ""  # a file or glob; unused by the python source
     validation_path: str = ""  # held-out files; "" holds out documents by a hash of their names
     validation_fraction: float = 0.05  # of the documents, where validation_path is ""
     text_field: str = "text"  # jsonl key or parquet column
-    tokenizer: str = "bytes"  # bytes, or the path of a tokenizer.json
+    # bytes, or the path of a tokenizer.json or of the folder that holds it, whose chat template then counts too. Left
+    # at bytes, a run that starts from a model takes the model's own, which its workdir then calls "model".
+    tokenizer: str = "bytes"
     token_dtype: str = "uint16"  # of the tokens source (.bin)
     sequence_length: int = 256
     shuffle: bool = True
@@ -230,6 +250,9 @@ class Config:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     ledger: LedgerConfig = dataclasses.field(default_factory=LedgerConfig)
+    # A model whose weights the run starts from: the workdir of a training run, a Hugging Face folder, a .gguf file, or
+    # an id of the hub. `model` is then its own: leave that alone, or name the same one.
+    init_from: str = ""
 
 
 def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -275,6 +298,9 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     for section, fields in values.items():
         if not hasattr(config, section):
             raise unknown_key(section)
+        if not dataclasses.is_dataclass(getattr(config, section)):
+            setattr(config, section, fields)
+            continue
         if not isinstance(fields, Mapping):
             raise UserError(f"config.{section} is {fields!r}; it must be a table of that section's fields")
         for name, value in fields.items():
@@ -300,27 +326,32 @@ def check_types(config: Config) -> None:
         expected = type(getattr(default, section.name))
         if type(node) is not expected:
             raise UserError(f"config.{section.name} is {node!r}; it must be a {expected.__name__}")
-        for extra in vars(node).keys() - {f.name for f in dataclasses.fields(node)}:
-            raise unknown_key(f"{section.name}.{extra}")
-        for field in dataclasses.fields(node):
-            value = getattr(node, field.name)
-            path = f"{section.name}.{field.name}"
-            if not _is_instance(value, field.type):
-                wanted = getattr(field.type, "__name__", str(field.type))
-                raise UserError(f"config.{path} is {value!r} ({type(value).__name__}); it must be {wanted}")
-            if path in CHOICES and value is not None and value not in CHOICES[path]:
-                near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.0)[0]
-                raise UserError(
-                    f"config.{path} is {value!r}; it must be one of {', '.join(CHOICES[path])} (did you mean {near!r}?)"
-                )
+        if dataclasses.is_dataclass(node):
+            _check_section(section.name, node)
+
+
+def _check_section(name: str, node: Any) -> None:
+    for extra in vars(node).keys() - {f.name for f in dataclasses.fields(node)}:
+        raise unknown_key(f"{name}.{extra}")
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        path = f"{name}.{field.name}"
+        if not _is_instance(value, field.type):
+            wanted = getattr(field.type, "__name__", str(field.type))
+            raise UserError(f"config.{path} is {value!r} ({type(value).__name__}); it must be {wanted}")
+        if path in CHOICES and value is not None and value not in CHOICES[path]:
+            near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"config.{path} is {value!r}; it must be one of {', '.join(CHOICES[path])} (did you mean {near!r}?)"
+            )
 
 
 def _is_instance(value: Any, annotation: Any) -> bool:
-    """isinstance for the annotations used above: scalars, tuples of strings, and their optional forms."""
+    """isinstance for the annotations used above: scalars, tuples of them, and their optional forms."""
     if isinstance(annotation, types.UnionType):
         return any(_is_instance(value, option) for option in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, typing.get_args(annotation)[0]) for item in value)
+        return isinstance(value, tuple) and all(_is_instance(item, typing.get_args(annotation)[0]) for item in value)
     if annotation is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if annotation is int:

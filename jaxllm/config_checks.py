@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from jaxllm import remat_policy
-from jaxllm.config import Architecture, Config, OptimizerConfig, check_types, field_paths
+from jaxllm.config import LAYER_KINDS, Architecture, Config, OptimizerConfig, check_types, field_paths
 from jaxllm.errors import UserError
 
 Shape = tuple[int, ...]
@@ -25,25 +25,20 @@ def check_architecture(model: Architecture) -> None:
             f"config.model.heads ({model.heads}) is not a multiple of config.model.kv_heads ({model.kv_heads}); "
             f"set kv_heads to a divisor of {model.heads}"
         )
-    if not model.pattern or set(model.pattern) - {"full", "sliding"}:
-        raise UserError(f"config.model.pattern is {model.pattern!r}; it lists layer kinds, each 'full' or 'sliding'")
+    if not model.pattern or set(model.pattern) - set(LAYER_KINDS):
+        kinds = " or ".join(map(repr, LAYER_KINDS))
+        raise UserError(f"config.model.pattern is {model.pattern!r}; it lists layer kinds, each {kinds}")
     if "sliding" in model.pattern and model.window < 1:
         raise UserError(
             f"config.model.window is {model.window} while config.model.pattern has sliding layers; "
             "set window to the tokens such a layer sees"
         )
-    if model.positions == "rotary" and model.head_dim % 2:
+    if "nope" in model.pattern and model.positions != "rotary":
         raise UserError(
-            f"config.model.head_dim ({model.head_dim}) is odd while config.model.positions is 'rotary', "
-            "which turns pairs; make head_dim even"
+            f"config.model.pattern has 'nope' layers, which are not rotated, while config.model.positions is "
+            f"{model.positions!r}; call them 'full'"
         )
-    if model.rope_scaling in ("llama3", "yarn") and model.rope_original_context < 1:
-        raise UserError(
-            f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
-            f"{model.rope_original_context}; set rope_original_context to the context before scaling"
-        )
-    if not model.rope_factor > 0:  # a NaN too
-        raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
+    _check_rotation(model)
     if model.experts and not 1 <= model.experts_per_token <= model.experts:
         raise UserError(
             f"config.model.experts_per_token ({model.experts_per_token}) must be between 1 and "
@@ -51,6 +46,40 @@ def check_architecture(model: Architecture) -> None:
         )
     if model.unroll < 1:
         raise UserError(f"config.model.unroll is {model.unroll}; it must be at least 1 (1 is no unrolling)")
+
+
+def _check_rotation(model: Architecture) -> None:
+    field = "rope_dim" if model.rope_dim else "head_dim"
+    if model.positions == "rotary" and model.rotated % 2:
+        raise UserError(
+            f"config.model.{field} ({model.rotated}) is odd while config.model.positions is 'rotary', "
+            f"which turns pairs; make {field} even"
+        )
+    if not 0 <= model.rope_dim <= model.head_dim:
+        raise UserError(
+            f"config.model.rope_dim ({model.rope_dim}) must be between 0 and config.model.head_dim ({model.head_dim}); "
+            "0 rotates all of a head"
+        )
+    if model.rope_scaling in ("llama3", "yarn", "longrope") and model.rope_original_context < 1:
+        raise UserError(
+            f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
+            f"{model.rope_original_context}; set rope_original_context to the context before scaling"
+        )
+    if model.rope_scaling == "longrope":
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = getattr(model, name)
+            if len(factors) != model.rotated // 2 or not all(factor > 0 for factor in factors):
+                raise UserError(
+                    f"config.model.{name} has {len(factors)} numbers while config.model.rope_scaling is 'longrope'; it "
+                    f"takes one for each of the {model.rotated // 2} pairs that are rotated, all positive"
+                )
+    if not model.rope_factor > 0:  # a NaN too
+        raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
+    if not model.rope_attention_factor >= 0:
+        raise UserError(
+            f"config.model.rope_attention_factor is {model.rope_attention_factor}; it must be positive, or 0 for the "
+            "factor of config.model.rope_scaling's own"
+        )
 
 
 def check(config: Config, model: Architecture) -> None:
@@ -77,6 +106,11 @@ def check(config: Config, model: Architecture) -> None:
     if data.source != "python" and not data.path:
         raise UserError(
             f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob"
+        )
+    if data.tokenizer == "model" and not config.init_from:
+        raise UserError(
+            "config.data.tokenizer is 'model', the one of the model that config.init_from names, which is empty; set "
+            "one of the two"
         )
     if not 0 < data.validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")

@@ -24,6 +24,7 @@ from jaxllm.ledger import formats
 from jaxllm.planning import both, inference_plan, render, training_plan
 from jaxllm.planning.request import BATCH_TOKENS, LENGTH, Output, Request, precisions
 from jaxllm.planning.training import base_config
+from jaxllm.train import start
 
 _MODEL = flags.DEFINE_string("model", None, "A published model, by its name in jaxllm.architectures.")
 _TASK = flags.DEFINE_string("task", None, "train | infer | both.")
@@ -125,7 +126,7 @@ def _run_of_file() -> Config:
             )
     if _OPTIMIZER.present:
         raise UserError("--optimizer goes with --model; with --config, override the file's: --config.optimizer.name")
-    return commandline.load_config()
+    return start.resolved(commandline.load_config())
 
 
 def _run_of_model(name: str) -> Config:

@@ -108,6 +108,24 @@ def init_state(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     return Program("init_state", jitted, (), ())
 
 
+def state_from(config: Config, recipe: Recipe, mesh: Mesh, load: Callable[[Any, Any], Any]) -> TrainState:
+    """The train state before the first step with weights from elsewhere, which are read straight to where they live.
+
+    Args:
+      load: (dtype, tree of `jax.ShapeDtypeStruct`s with shardings, padded as the mesh stores them) -> the parameters.
+    """
+    abstract = abstract_state(config, recipe, mesh)
+    scale = precision.initial_scale(config.precision, recipe.policy)
+    params = load(recipe.policy.store, abstract.params)
+    beside = jax.jit(
+        lambda params: dataclasses.replace(
+            state_lib.begin(params, recipe.optimizer, config.train.seed, scale), params=None
+        ),
+        out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, params=None)),
+    )
+    return dataclasses.replace(beside(params), params=params)
+
+
 def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     """(state, batch) -> (state, metrics), the state donated."""
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)

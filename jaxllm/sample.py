@@ -1,10 +1,13 @@
-"""Continues prompts with a trained model: python -m jaxllm.sample --model WORKDIR --prompt "…" [--prompt "…"]
+"""Continues prompts with a model, or talks: python -m jaxllm.sample --model MODEL --prompt "…" [--prompt "…"] [--chat]
+
+MODEL is the workdir of a training run, a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub.
 
 One prompt's text appears as it is made. Several are continued together, and each is printed under a header.
 The ledger of it, before and after, and what it took, compilation apart, are on standard error: prompts that do not fit
 the device are refused before anything is allocated. With --json, standard output has one JSON object and nothing else.
 """
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -14,29 +17,31 @@ from typing import Any
 import jax
 from absl import flags
 
-from jaxllm import architectures, commandline
-from jaxllm import config as config_lib
-from jaxllm.config import Config
+from jaxllm import chat_loop, commandline
 from jaxllm.decode import engine
 from jaxllm.decode.engine import CHUNK, Generator
 from jaxllm.decode.request import Request, Result, Times, check
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.errors import UserError
-from jaxllm.interop import tokenizer as tokenizer_lib
+from jaxllm.interop.pretrained import Pretrained
+from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.ledger import bill, shortage
 from jaxllm.ledger.sampling_bill import SamplingBill
-from jaxllm.train import checkpoint
+from jaxllm.train import checkpoint, start
 from jaxllm.train.precision import policy_for
 
-_MODEL = flags.DEFINE_string("model", None, "Workdir of a training run.")
+_MODEL = flags.DEFINE_string("model", None, "Workdir, Hugging Face folder, .gguf file, or id of the hub.")
+_CHAT = flags.DEFINE_bool("chat", False, "Talk: each prompt is a turn; without one, lines are read.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; repeat the flag for several.")
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "Most tokens made for a prompt.")
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", None, "Most tokens made for a prompt; 64, in a chat 512.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token every time.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Draw among this many likeliest tokens; 0 is all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw among the fewest likeliest tokens that have this probability.")
 _MIN_P = flags.DEFINE_float("min_p", 0.0, "Draw among tokens this many times as likely as the likeliest.")
 _PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "Over 1 makes tokens of the prompt and the text less likely.")
-_SEED = flags.DEFINE_integer("seed", 0, "The same seed, prompt and settings give the same text.")
+_SEED = flags.DEFINE_multi_integer(
+    "seed", [0], "The same seed, prompt and settings give the same text; repeat the flag to give each prompt its own."
+)
 _STOP = flags.DEFINE_multi_string("stop", [], "Text to stop before; repeat the flag for several.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "Recompute keys and values for every token.")
@@ -44,41 +49,60 @@ _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on past the end of text
 
 
 def main() -> None:
-    workdir = _MODEL.value
-    if not workdir:
+    spec = _MODEL.value
+    if not spec:
         raise UserError("no --model given; for instance --model runs/quickstart")
-    if not _PROMPT.value:
-        raise UserError('no --prompt given; for instance --prompt "def main("')
+    if not _PROMPT.value and not _CHAT.value:
+        raise UserError('no --prompt given; for instance --prompt "def main(", or --chat')
+    tokens = _MAX_NEW_TOKENS.value
+    if tokens is None:
+        tokens = chat_loop.MAX_NEW_TOKENS if _CHAT.value else Request.max_new_tokens
     request = Request(
-        max_new_tokens=_MAX_NEW_TOKENS.value,
+        max_new_tokens=tokens,
         sampling=SamplingOptions(
             temperature=_TEMPERATURE.value,
             top_k=_TOP_K.value,
             top_p=_TOP_P.value,
             min_p=_MIN_P.value,
             repetition_penalty=_PENALTY.value,
-            seed=_SEED.value,
+            seed=_SEED.value[0],
         ),
+        seeds=tuple(_SEED.value) if len(_SEED.value) > 1 else (),
         stop=tuple(_STOP.value),
         ignore_eos=_IGNORE_EOS.value,
     )
-    check(request)  # before the weights are read, which can take minutes
-    sampled = _billed(workdir, request)
+    check(request, len(_PROMPT.value))  # before the weights are read, which can take minutes
+    opened = start.open_any(spec)
+    dtype = policy_for("auto", jax.default_backend()).compute
+    if _CHAT.value:
+        chat_loop.run(
+            opened, request, _PROMPT.value, lambda tokens: _bill(opened, 1, tokens), dtype, as_json=_JSON.value
+        )
+        return
+    tokenizer = _tokenizer(opened)
+    sampled = _billed(opened, tokenizer, request)
     with shortage.explained(lambda error: sampled.explain_shortage("while sampling", error)):
-        _sample(workdir, request, sampled)
+        _sample(opened, tokenizer, request, sampled, dtype)
 
 
-def _billed(workdir: str, request: Request) -> SamplingBill:
+def _tokenizer(opened: Pretrained) -> Tokenizer:
+    """The model's own, with all tokens that end its texts."""
+    if opened.tokenizer is None:
+        raise UserError(f"{opened.source} comes with no tokenizer.json; put that of its release into the folder")
+    tokenizer = copy.copy(opened.tokenizer)
+    tokenizer.end_ids = opened.end_ids or tokenizer.end_ids
+    return tokenizer
+
+
+def _billed(opened: Pretrained, tokenizer: Tokenizer, request: Request) -> SamplingBill:
     """The bill, shown; before the weights are read.
 
     Raises:
       UserError: it does not fit this machine's device.
     """
-    config = _config(workdir)
-    model, tokenizer = architectures.resolve(config.model), tokenizer_lib.load(config.data.tokenizer)
-    longest = max(len(engine.encode(prompt, tokenizer, model)) for prompt in _PROMPT.value)
-    context = engine.capacity_for(longest, request.max_new_tokens, model)
-    made = SamplingBill(bill.title(config), model, len(_PROMPT.value), context, CHUNK)
+    longest = max(len(engine.encode(prompt, tokenizer, opened.model)) for prompt in _PROMPT.value)
+    context = engine.capacity_for(longest, request.max_new_tokens, opened.model)
+    made = _bill(opened, len(_PROMPT.value), context)
     if _NO_CACHE.value:
         _tell(["ledger: --no_cache keeps no cache; this is the bill with one"])
     _tell(made.lines())
@@ -86,24 +110,14 @@ def _billed(workdir: str, request: Request) -> SamplingBill:
     return made
 
 
-def _config(workdir: str) -> Config:
-    """The run's configuration; that of the checkpoint where the workdir has lost its own."""
-    try:
-        return config_lib.from_dict(json.loads((pathlib.Path(workdir) / "config.json").read_text()))
-    except (OSError, ValueError):
-        return checkpoint.load_model(workdir)[0]
+def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
+    path = pathlib.Path(opened.source)
+    config = checkpoint.stored_config(path)
+    return SamplingBill(bill.title(config) if config else path.name, opened.model, batch, context, CHUNK)
 
 
-def _sample(workdir: str, request: Request, sampled: SamplingBill) -> None:
-    config, params = checkpoint.load_model(workdir)
-    generator = Generator(
-        architectures.resolve(config.model),
-        params,
-        tokenizer_lib.load(config.data.tokenizer),
-        policy_for("auto", jax.default_backend()).compute,
-        use_cache=not _NO_CACHE.value,
-    )
-    del params
+def _sample(opened: Pretrained, tokenizer: Tokenizer, request: Request, sampled: SamplingBill, dtype: Any) -> None:
+    generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, use_cache=not _NO_CACHE.value)
     live = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if live else None)
     if _JSON.value:

@@ -55,5 +55,29 @@ SLIDING = dataclasses.replace(
     rope_factor=4.0,
 )
 EXPERTS = dataclasses.replace(ROTARY, experts=4, experts_per_token=2, mlp_width=24, router_aux_weight=0.02)
+# Norms after the sub-layers and over whole projections, as in OLMo 2.
+POST = dataclasses.replace(
+    ROTARY, norm_placement="post", qk_norm=True, qk_norm_over="projection", tied_embeddings=False
+)
+# Layers that are not rotated, as in SmolLM3, among those of which a part is, by the sequence's length, as in Phi-3.
+LONGROPE = dataclasses.replace(
+    ROTARY,
+    layers=3,
+    pattern=("full", "nope"),
+    rope_theta=100.0,
+    rope_dim=6,
+    rope_scaling="longrope",
+    rope_factor=4.0,
+    rope_original_context=10,
+    rope_short_factors=(1.0, 1.1, 1.3),
+    rope_long_factors=(1.2, 2.5, 3.9),
+)
 
-ALL = {"rotary": ROTARY, "learned": LEARNED, "sliding": SLIDING, "experts": EXPERTS}
+ALL = {
+    "rotary": ROTARY,
+    "learned": LEARNED,
+    "sliding": SLIDING,
+    "experts": EXPERTS,
+    "post": POST,
+    "longrope": LONGROPE,
+}

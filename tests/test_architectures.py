@@ -57,6 +57,16 @@ PUBLISHED: dict[str, int] = {
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "phi3-mini-4k": 3_821_079_552,
+    "phi3-medium-4k": 13_960_238_080,
+    "phi3.5-mini": 3_821_079_552,
+    "phi4": 14_659_507_200,
+    "phi4-mini": 3_836_021_760,
 }
 
 
@@ -137,7 +147,9 @@ def test_planted_fault_forgotten_array_is_caught(leaf: str, affected: Callable[[
     [
         ({"kv_heads": 1}, lambda model: model.kv_heads != 1),
         ({"qk_norm": False}, lambda model: model.qk_norm),
-        ({"norm_placement": "pre"}, lambda model: model.norm_placement != "pre"),
+        ({"qk_norm_over": "head"}, lambda model: model.qk_norm_over != "head"),
+        ({"norm_placement": "pre"}, lambda model: model.norm_placement == "sandwich"),
+        ({"norm_placement": "sandwich"}, lambda model: model.norm_placement != "sandwich"),
         ({"tied_embeddings": True}, lambda model: not model.tied_embeddings),
         ({"experts": 0}, lambda model: model.experts > 0),
         ({"vocab_size": 50257}, lambda model: model.vocab_size != 50257),
@@ -162,6 +174,9 @@ def layer_kinds(model: Architecture) -> tuple[str, ...]:
 def test_layer_kinds() -> None:
     assert set(layer_kinds(ARCHITECTURES["mistral-7b"])) == {"sliding"}
     assert set(layer_kinds(ARCHITECTURES["mixtral-8x7b"])) == {"full"}
+    assert set(layer_kinds(ARCHITECTURES["phi3-mini-4k"])) == {"sliding"}
+    unrotated = [layer for layer, kind in enumerate(layer_kinds(ARCHITECTURES["smollm3-3b"])) if kind == "nope"]
+    assert unrotated == list(range(3, 36, 4))
     for name, model in ARCHITECTURES.items():
         kinds = layer_kinds(model)
         assert len(kinds) == model.layers
@@ -193,6 +208,7 @@ def test_context_scaling() -> None:
     assert scaled == {
         **dict.fromkeys(("llama3.1-8b", "llama3.1-70b", "llama3.1-405b"), ("llama3", 8.0)),
         **dict.fromkeys(("llama3.2-1b", "llama3.2-3b"), ("llama3", 32.0)),
+        **dict.fromkeys(("phi3.5-mini", "phi4-mini"), ("longrope", 32.0)),
         **dict.fromkeys(("gemma3-4b", "gemma3-12b", "gemma3-27b"), ("linear", 8.0)),
     }
 

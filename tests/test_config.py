@@ -98,6 +98,7 @@ def test_attributes_that_are_no_fields_are_refused() -> None:
         ("model.layers", "2", "(str); it must be int | None"),
         ("model.pattern", ["full"], "(list); it must be tuple[str, ...] | None"),
         ("model.pattern", ("full", 3), "(tuple); it must be tuple[str, ...] | None"),
+        ("model.rope_long_factors", (1.0, "2"), "(tuple); it must be tuple[float, ...] | None"),
     ],
 )
 def test_ill_typed_value(path: str, value: Any, wanted: str) -> None:
@@ -172,6 +173,36 @@ RELATIONS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         {"model.name": "llama3-8b", "model.rope_scaling": "yarn"},
         ["config.model.rope_scaling is 'yarn'", "config.model.rope_original_context is 0"],
         {"model.rope_original_context": 8192},
+    ),
+    "unrotated layers beside learned positions": (
+        {"model.pattern": ("full", "nope")},
+        ["config.model.pattern has 'nope' layers", "config.model.positions is 'learned'"],
+        {"model.positions": "rotary"},
+    ),
+    "odd part of a head": (
+        {"model.name": "llama3-8b", "model.rope_dim": 95},
+        ["config.model.rope_dim (95)", "even"],
+        {"model.rope_dim": 96},
+    ),
+    "more rotated than there is": (
+        {"model.name": "llama3-8b", "model.rope_dim": 130},
+        ["config.model.rope_dim (130)", "config.model.head_dim (128)"],
+        {"model.rope_dim": 128},
+    ),
+    "factors of other pairs": (
+        {"model.name": "phi4-mini", "model.rope_dim": 128},
+        ["config.model.rope_short_factors has 48 numbers", "each of the 64 pairs"],
+        {"model.rope_dim": 96},
+    ),
+    "a factor that is not positive": (
+        {"model.name": "phi4-mini", "model.rope_long_factors": (0.0,) * 48},
+        ["config.model.rope_long_factors", "all positive"],
+        {"model.rope_long_factors": (2,) * 48},
+    ),
+    "negative attention factor": (
+        {"model.rope_attention_factor": -1.0},
+        ["config.model.rope_attention_factor is -1.0", "positive"],
+        {"model.rope_attention_factor": 1.0},
     ),
     "zero rope factor": (
         {"model.rope_factor": 0.0},

@@ -9,6 +9,8 @@ import runs
 ORDER = [
     "train.__main__",
     "sample",
+    "convert",
+    "chat_loop",
     "ledger.__main__",
     "plan",
     "planning",
@@ -30,6 +32,7 @@ ORDER = [
     "devices",
     "targets",
     "architectures",
+    "longrope",
     "config_checks",
     "remat_policy",
     "config",

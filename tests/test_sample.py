@@ -59,7 +59,7 @@ def test_live_text_and_times_apart(workdir):
         (["--model={workdir}"], "--prompt"),
         (["--model={workdir}", "--prompt="], "--prompt is empty"),
         (["--model={workdir}", "--prompt=" + "long " * 30], "context_length"),
-        (["--model={workdir}/nowhere", "--prompt=x"], "not the workdir"),
+        (["--model={workdir}/nowhere", "--prompt=x"], "is not here"),
         (["--model={workdir}", "--prompt=x", "--temperature=-1"], "temperature"),
         (["--model={workdir}", "--prompt=x", "--top_q=1"], "--top_p"),
     ],
@@ -77,15 +77,15 @@ def test_bad_input_is_one_line_and_exit_2(workdir, arguments, words):
 REFUSED = """
 import dataclasses, sys
 from jaxllm import commandline, hardware, sample
-from jaxllm.train import checkpoint
+from jaxllm.train import arrays
 
 small = dataclasses.replace(hardware.this_machine(), memory_bytes={memory})
 hardware.this_machine = lambda: small
 
-def load_model(workdir):
+def restore_params(folder, abstract):
     raise AssertionError("nothing is read or allocated before the refusal")
 
-checkpoint.load_model = load_model
+arrays.restore_params = restore_params
 commandline.run(sample.main, ["x", "--model={workdir}", *["--prompt=alpha"] * 64])
 """
 
@@ -121,3 +121,41 @@ commandline.run(sample.main, ["x", "--model={workdir}", "--prompt=alpha"])
     told = done.stderr[done.stderr.index("error: out of memory while sampling: RESOURCE_EXHAUSTED") :]
     for part in ("predicted peak: ", "largest rows: ", "held by others"):
         assert part in told
+
+
+def folder_of(workdir, tmp_path_factory):
+    """The run's model as a Hugging Face folder."""
+    out = tmp_path_factory.mktemp("converted") / "folder"
+    done = runs.command("jaxllm.convert", f"--model={workdir}", "--to=safetensors", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_folder_gives_what_the_workdir_gives(workdir, tmp_path_factory):
+    """The same text from the run and from its export; the bill comes first, and the weights are as billed."""
+    folder = folder_of(workdir, tmp_path_factory)
+    arguments = ["--prompt=alpha ", "--max_new_tokens=8", "--temperature=0", "--json", "--ignore_eos"]
+    run, exported = (runs.command("jaxllm.sample", f"--model={model}", *arguments) for model in (workdir, folder))
+    assert exported.returncode == 0, exported.stderr
+    assert json.loads(exported.stdout)["results"] == json.loads(run.stdout)["results"]
+    assert "ledger: folder, " in exported.stderr
+    measured = next(line for line in exported.stderr.splitlines() if line.startswith("ledger: measured: "))
+    assert measured.count("B (as billed)") == 2
+
+
+def test_the_files_end_ids_end_a_text(workdir, tmp_path_factory):
+    """Every id of generation_config.json counts (the first token that is made is declared an end)."""
+    folder = folder_of(workdir, tmp_path_factory)
+    arguments = [f"--model={folder}", "--prompt=alpha ", "--max_new_tokens=8", "--temperature=0", "--json"]
+    before = json.loads(runs.command("jaxllm.sample", *arguments).stdout)["results"][0]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, before["tokens"][0]]}))
+    after = json.loads(runs.command("jaxllm.sample", *arguments).stdout)["results"][0]
+    assert (len(before["tokens"]) > 1, after["reason"], len(after["tokens"])) == (True, "end", 1)
+
+
+def test_a_folder_without_a_tokenizer_is_told(workdir, tmp_path_factory):
+    folder = folder_of(workdir, tmp_path_factory)
+    (folder / "tokenizer.json").unlink()
+    done = runs.command("jaxllm.sample", f"--model={folder}", "--prompt=x")
+    assert done.returncode == 2
+    assert "comes with no tokenizer.json" in done.stderr

@@ -2,15 +2,17 @@
 
 Every kind is read through once when it is opened, so that a bad byte, line, row or token stops the run before
 its first step and not in its thousandth. After that a document is read from disk when it is asked for. Records
-(JSON Lines, Parquet) are in `jaxllm.data.records`.
+(JSON Lines, Parquet) are in `jaxllm.data.records`, conversations in `jaxllm.data.conversations`.
 
-A document is {"name": str, "text": str}, or {"name": str, "tokens": integer array [n]} from the tokens source.
+A document is {"name": str, "text": str}, or {"name": str, "tokens": integer array [n]} from the tokens source, with
+"weights": array [n] of what each token counts as a target beside it from the chat source.
 Names say where it came from, and do not depend on the machine:
 
   python   the file, relative to the standard library
   text     file:byte offset; files are cut at line boundaries into documents of up to 64 KiB
   jsonl    file:line, from 1
   parquet  file:row, from 0
+  chat     file:line, from 1
   tokens   file:window, from 0; windows overlap by one token, so that each token but the first is a target once
 """
 
@@ -49,7 +51,13 @@ def too_short(sequence_length: int, targets: int) -> UserError:
 
 
 class Documents:
-    """Random access to documents; see the module's docstring for what one is."""
+    """Random access to documents; see the module's docstring for what one is.
+
+    Attributes:
+      notes: what a person should know of what was read: lines.
+    """
+
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -71,6 +79,7 @@ class Subset(Documents):
 
     def __init__(self, documents: Documents, indices: Sequence[int]):
         self.documents, self.indices = documents, array.array("q", indices)
+        self.notes = documents.notes
 
     def __len__(self) -> int:
         return len(self.indices)

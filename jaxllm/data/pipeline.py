@@ -4,6 +4,9 @@ One row of a batch is sequence_length tokens of consecutive documents, cut witho
 not fit goes on in a later row. Every document is [begin] text [end] with the tokenizer's own ids, if it has
 them; its inputs are all tokens but the last, its targets all but the first. An epoch so holds every target once;
 mixing the rows (config.data.shuffle_window) can put its last ones among the first of the next.
+
+Conversations (the chat source) are not cut but packed whole, each into the first of some open rows that has room for
+it; what is left of a row is padding. An answer so always has its question before it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +21,9 @@ from jaxllm.data import sources
 from jaxllm.data.documents import Documents, too_short
 from jaxllm.data.streams import Batch, TrainIterator
 from jaxllm.errors import UserError
-from jaxllm.interop import tokenizer as tokenizers
+from jaxllm.interop import text as texts
+from jaxllm.interop.text import Text
+from jaxllm.interop.tokenizer import Tokenizer
 
 # The fields of a batch that go to the device, each [batch, sequence_length]. Beside them `documents` (int32, index of
 # each token's document, -1 on padding) stays on the host.
@@ -27,9 +32,10 @@ BATCH_FIELDS: dict[str, type] = {
     "targets": np.int32,
     "segment_ids": np.int32,  # from 1 in each row; 0 is padding; attention stays within one
     "positions": np.int32,  # from 0 in each document, and again in each row that it goes on in
-    "weights": np.float32,  # 1 where the target counts, 0 on padding
+    "weights": np.float32,  # 1 where the target counts, 0 on padding and, of conversations, outside answers
 }
 
+_OPEN_ROWS = 16  # that a conversation may go into; more leave less padding, and mix more of an epoch with the next
 _READING_THREADS = 8  # of a process, however many streams it reads
 
 
@@ -48,19 +54,25 @@ class Examples:
       tokenizer: None where documents are tokens already.
     """
 
-    def __init__(self, documents: Documents, tokenizer: tokenizers.Tokenizer | None):
+    def __init__(self, documents: Documents, tokenizer: Tokenizer | None):
         self.documents, self.tokenizer = documents, tokenizer
 
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, i: int) -> dict[str, Int32[np.ndarray, " n"]]:
+    def __getitem__(self, i: int) -> dict[str, Int32[np.ndarray, " n"] | Float32[np.ndarray, " n"]]:
         document = self.documents[i]
         ids = document["tokens"] if self.tokenizer is None else self._encode(document["text"], self.tokenizer)
-        return {"tokens": ids[:-1], "targets": ids[1:], "documents": np.full(len(ids) - 1, i, np.int32)}
+        weights = document["weights"] if "weights" in document else np.ones(len(ids))
+        return {
+            "tokens": ids[:-1],
+            "targets": ids[1:],
+            "weights": weights[1:].astype(np.float32),  # a target's, which is the token after
+            "documents": np.full(len(ids) - 1, i, np.int32),
+        }
 
     @staticmethod
-    def _encode(text: str, tokenizer: tokenizers.Tokenizer) -> Int32[np.ndarray, " n"]:
+    def _encode(text: str, tokenizer: Tokenizer) -> Int32[np.ndarray, " n"]:
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         ids = np.concatenate([begin, tokenizer.encode(text), tokenizer.end_ids[:1]])
         return ids.astype(np.int32)
@@ -73,6 +85,7 @@ def train_iterator(
     *,
     vocab_size: int | None = None,
     split: sources.Split | None = None,
+    text: Text | None = None,
 ) -> TrainIterator:
     """Batches of the training documents without end, in a new order each epoch.
 
@@ -82,6 +95,7 @@ def train_iterator(
       streams: those whose rows this process needs; all of them by default.
       vocab_size: ids that the model knows; None takes the tokenizer's.
       split: the opened corpus, where the caller has it already.
+      text: the model's tokenizer and chat template; None is what `config.tokenizer` names.
     Returns:
       An iterator of batches of batch_size // config.streams rows a stream.
     Raises:
@@ -94,8 +108,9 @@ def train_iterator(
             f"the next that is: {-(-batch_size // count) * count}"
         )
     chosen = sorted(range(count) if streams is None else streams)
-    examples, documents = _open(config, vocab_size, split, validation=False)
-    _check_length(examples, config.sequence_length)
+    examples, documents = _open(config, vocab_size, split, text, validation=False)
+    if config.source != "chat":
+        _check_length(examples, config.sequence_length)
     if len(documents) < count:
         raise UserError(
             f"config.data.streams ({count}) is more than the training documents ({len(documents)}), so that streams "
@@ -108,7 +123,7 @@ def train_iterator(
     share = batch_size // count
     datasets = {}
     for stream in chosen:
-        rows = _packed(order[stream::count], config.sequence_length, _read_options(len(chosen)))
+        rows = _packed(order[stream::count], config, _read_options(len(chosen)))
         if config.shuffle:
             # The first is named as where it is the only one; the others must not turn their rows alike.
             seed = _seed(config.seed, f"rows {stream}" if stream else "rows")
@@ -143,6 +158,7 @@ def validation_batches(
     *,
     vocab_size: int | None = None,
     split: sources.Split | None = None,
+    text: Text | None = None,
 ) -> ValidationBatches:
     """The held-out documents in order, once.
 
@@ -152,31 +168,33 @@ def validation_batches(
       limit: batches at most.
       vocab_size: ids that the model knows; None takes the tokenizer's.
       split: the opened corpus, where the caller has it already.
+      text: the model's tokenizer and chat template; None is what `config.tokenizer` names.
     Raises:
       UserError: data that cannot be used.
     """
-    examples, _ = _open(config, vocab_size, split, validation=True)
-    rows = _packed(grain.MapDataset.source(examples), config.sequence_length, _read_options(1))
+    examples, _ = _open(config, vocab_size, split, text, validation=True)
+    rows = _packed(grain.MapDataset.source(examples), config, _read_options(1))
     batches = rows.batch(batch_size, batch_fn=_padded_to(batch_size))
     return ValidationBatches(batches.map(_finished), limit)
 
 
 def _open(
-    config: DataConfig, vocab_size: int | None, split: sources.Split | None, validation: bool
+    config: DataConfig, vocab_size: int | None, split: sources.Split | None, text: Text | None, validation: bool
 ) -> tuple[Examples, Documents]:
     """One part of the corpus with its tokenizer, after checking that the model knows the ids."""
     tokenizer = None
     if config.source != "tokens" or vocab_size is None:
-        tokenizer = tokenizers.load(config.tokenizer)
+        text = text or texts.load(config.tokenizer)
+        tokenizer = text.tokenizer
         vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"config.data.tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
                 f"config.model.vocab_size ({vocab_size}); raise the second to {tokenizer.vocab_size}"
             )
-    parts = sources.split(config, vocab_size) if split is None else split
+    parts = sources.split(config, vocab_size, text) if split is None else split
     documents = parts.validation if validation else parts.training
-    return Examples(documents, None if config.source == "tokens" else tokenizer), documents
+    return Examples(documents, None if config.source in ("tokens", "chat") else tokenizer), documents
 
 
 def _check_length(examples: Examples, sequence_length: int) -> None:
@@ -188,10 +206,14 @@ def _check_length(examples: Examples, sequence_length: int) -> None:
     raise too_short(sequence_length, targets)
 
 
-def _packed(order: grain.MapDataset, sequence_length: int, reading: grain.ReadOptions) -> grain.IterDataset:
+def _packed(order: grain.MapDataset, config: DataConfig, reading: grain.ReadOptions) -> grain.IterDataset:
     # A document of one token has no target, and would leave a hole in the numbering of segments.
     examples = order.filter(lambda example: len(example["targets"]) > 0).to_iter_dataset(reading)
-    lengths = dict.fromkeys(("tokens", "targets", "documents"), sequence_length)
+    lengths = dict.fromkeys(("tokens", "targets", "weights", "documents"), config.sequence_length)
+    if config.source == "chat":
+        return experimental.FirstFitPackIterDataset(
+            examples, length_struct=lengths, num_packing_bins=_OPEN_ROWS, shuffle_bins=False
+        )
     return experimental.ConcatThenSplitIterDataset(examples, length_struct=lengths)
 
 
@@ -200,7 +222,7 @@ def _padded_to(batch_size: int) -> Callable[[Sequence[dict[str, np.ndarray]]], d
 
 
 def _finished(
-    packed: dict[str, Int32[np.ndarray, "B T"]],
+    packed: dict[str, Int32[np.ndarray, "B T"] | Float32[np.ndarray, "B T"]],
 ) -> dict[str, Int32[np.ndarray, "B T"] | Float32[np.ndarray, "B T"]]:
     """The fields of a batch from what packing gives; padding there is all zeros."""
     segments = packed["targets_segment_ids"]
@@ -209,7 +231,7 @@ def _finished(
         "targets": packed["targets"],
         "segment_ids": segments,
         "positions": packed["targets_positions"],
-        "weights": (segments > 0).astype(np.float32),
+        "weights": packed["weights"],
         "documents": np.where(segments > 0, packed["documents"], -1).astype(np.int32),
     }
 

@@ -72,25 +72,38 @@ def _encoded(text: str, where: str) -> bytes:
 
 def _jsonl_texts(file: File, field: str) -> Iterator[tuple[int, str, int]]:
     """(line from 1, its text, its bytes with the line end) of every line; a blank line has text ""."""
+    for number, line, record in json_lines(file):
+        where = f"{file.path}:{number}"
+        if not line.strip():
+            record = {field: ""}
+        if not isinstance(record, dict) or field not in record:
+            has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
+            raise UserError(f"{where} has no field {field!r} (it has {has}); set config.data.text_field")
+        if not isinstance(record[field], str):
+            kind = type(record[field]).__name__
+            raise UserError(f"{where} has {field!r} of type {kind}, not a string; set config.data.text_field")
+        yield number, record[field], len(line)
+
+
+def json_lines(file: File) -> Iterator[tuple[int, bytes, Any]]:
+    """(number from 1, the line with its end, its value) of every line; a blank line's value is None.
+
+    Raises:
+      UserError: names file:line, and what is wrong there; or a file that cannot be read to its end.
+    """
     try:
         with _open_lines(file.path) as lines:
             for number, line in enumerate(lines, 1):
                 where = f"{file.path}:{number}"
                 try:
-                    record = json.loads(line) if line.strip() else {field: ""}
+                    value = json.loads(line) if line.strip() else None
                 except UnicodeDecodeError as error:
                     raise UserError(
                         f"{where} is not UTF-8 at byte {error.start} of the line; convert the file"
                     ) from error
                 except ValueError as error:
                     raise UserError(f"{where} is not JSON ({error}); mend or remove the line") from error
-                if not isinstance(record, dict) or field not in record:
-                    has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
-                    raise UserError(f"{where} has no field {field!r} (it has {has}); set config.data.text_field")
-                if not isinstance(record[field], str):
-                    kind = type(record[field]).__name__
-                    raise UserError(f"{where} has {field!r} of type {kind}, not a string; set config.data.text_field")
-                yield number, record[field], len(line)
+                yield number, line, value
     except (OSError, EOFError, zstandard.ZstdError) as error:
         raise UserError(f"{file.path} cannot be read ({error}); check that the file is whole") from error
 

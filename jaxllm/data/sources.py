@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxllm.config import DataConfig
+from jaxllm.data.conversations import Conversations
 from jaxllm.data.documents import Documents, File, PythonLibrary, Subset, TextFiles, TokenFiles
 from jaxllm.data.records import Rows
 from jaxllm.errors import UserError
+from jaxllm.interop import text as texts
+from jaxllm.interop.text import Text
 
 
 def find_files(pattern: str, field: str = "path") -> list[File]:
@@ -40,14 +43,20 @@ def find_files(pattern: str, field: str = "path") -> list[File]:
     return sorted(File(pathlib.Path(os.path.relpath(path, root or ".")).as_posix(), path) for path in paths)
 
 
-def open_documents(config: DataConfig, files: Sequence[File], vocab_size: int) -> Documents:
-    """The source `config.source` over some files (which the python source does not use)."""
+def open_documents(config: DataConfig, files: Sequence[File], vocab_size: int, text: Text | None = None) -> Documents:
+    """The source `config.source` over some files (which the python source does not use).
+
+    Args:
+      text: how the chat source puts conversations; None is what `config.tokenizer` names.
+    """
     if config.source == "python":
         return PythonLibrary()
     if config.source == "text":
         return TextFiles(files)
     if config.source == "tokens":
         return TokenFiles(files, config, vocab_size)
+    if config.source == "chat":
+        return Conversations(files, text or texts.load(config.tokenizer), config.sequence_length)
     return Rows(files, config.text_field, parquet=config.source == "parquet")
 
 
@@ -55,13 +64,19 @@ class Split(NamedTuple):
     training: Documents
     validation: Documents
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of what was read: lines."""
+        return tuple(dict.fromkeys((*self.training.notes, *self.validation.notes)))
 
-def split(config: DataConfig, vocab_size: int) -> Split:
+
+def split(config: DataConfig, vocab_size: int, text: Text | None = None) -> Split:
     """Opens the corpus and holds some of it out.
 
     Args:
       config: source, path, validation_path and validation_fraction are read here.
       vocab_size: ids that a file of tokens may hold.
+      text: how the chat source puts conversations; None is what `config.tokenizer` names.
     Raises:
       UserError: a file that cannot be used, or a part with no documents.
     """
@@ -71,7 +86,7 @@ def split(config: DataConfig, vocab_size: int) -> Split:
         return _held_out(open_documents(config, (), vocab_size), config)
     files = find_files(config.path)
     if not config.validation_path:
-        return _held_out(open_documents(config, files, vocab_size), config)
+        return _held_out(open_documents(config, files, vocab_size, text), config)
     held = find_files(config.validation_path, "validation_path")
     real = {os.path.realpath(file.path) for file in held}
     files = [file for file in files if os.path.realpath(file.path) not in real]  # a glob may match both
@@ -79,7 +94,7 @@ def split(config: DataConfig, vocab_size: int) -> Split:
         raise UserError(
             "config.data.validation_path covers every file of config.data.path: no documents left for training"
         )
-    return _nonempty(Split(*(open_documents(config, part, vocab_size) for part in (files, held))))
+    return _nonempty(Split(*(open_documents(config, part, vocab_size, text) for part in (files, held))))
 
 
 def _held_out(documents: Documents, config: DataConfig) -> Split:

@@ -13,7 +13,7 @@ from jaxllm.config import Architecture
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode import state as state_lib
-from jaxllm.decode.request import Request, Result, Times, check
+from jaxllm.decode.request import Request, Result, Times, check, options_of
 from jaxllm.decode.state import DecodeState
 from jaxllm.decode.stopping import StopStream
 from jaxllm.errors import UserError
@@ -161,7 +161,7 @@ class Generator:
         Raises:
           UserError: names the flag whose value is wrong.
         """
-        check(request)
+        check(request, len(prompts))
         ids = [self.encode(prompt) for prompt in prompts]
         capacity = self.capacity_for(max(map(len, ids)), request.max_new_tokens)
         if self._admit is not None:
@@ -226,7 +226,7 @@ class Generator:
 
     def _start(self, ids: Sequence[np.ndarray], request: Request, capacity: int, ends: Sequence[int]) -> DecodeState:
         B = len(ids)
-        sampling = sampling_lib.make_params([request.sampling] * B, ids, self._tokenizer.vocab_size)
+        sampling = sampling_lib.make_params(options_of(request, B), ids, self._tokenizer.vocab_size)
         # The cache's room bounds every row; a larger number need not fit an int32.
         limits, end_ids = [min(request.max_new_tokens, capacity)] * B, [ends] * B
         if not self._use_cache:

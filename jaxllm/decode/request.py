@@ -12,12 +12,14 @@ class Request:
     """What is asked about every prompt of a call.
 
     Attributes:
+      seeds: one for each prompt, in place of the options'; empty gives all the same, and each its own noise for it.
       stop: strings that end a text, which is cut before them.
       ignore_eos: go on past end-of-text ids.
     """
 
     max_new_tokens: int = 64
     sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+    seeds: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
@@ -57,10 +59,22 @@ class Times:
     tokens_per_second: float
 
 
-def check(request: Request) -> None:
-    """Raises UserError, naming the flag, where a value makes no sense."""
+def check(request: Request, prompts: int) -> None:
+    """Raises UserError, naming the flag, where a value makes no sense for so many prompts."""
     sampling_lib.check(request.sampling)
+    if request.seeds and len(request.seeds) != prompts:
+        raise UserError(
+            f"--seed is given {len(request.seeds)} times for {prompts} prompts; give one for all, or one for each"
+        )
+    for options in options_of(request, prompts):
+        sampling_lib.check(options)
     if request.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens is {request.max_new_tokens}; it must be at least 1")
     if not all(request.stop):
         raise UserError("--stop is empty; give the text to stop at, or leave the flag out")
+
+
+def options_of(request: Request, prompts: int) -> list[SamplingOptions]:
+    """The settings of each of so many prompts."""
+    seeds = request.seeds or (request.sampling.seed,) * prompts
+    return [dataclasses.replace(request.sampling, seed=seed) for seed in seeds]

@@ -26,6 +26,7 @@ END_NAMES = (
     "<|eot_id|>",
     "<end_of_turn>",
     "<|eom_id|>",
+    "<|end|>",
 )
 
 
@@ -55,6 +56,12 @@ class Tokenizer:
           special: a special token's name in the text stands for that token. Off, it is text like any other,
             as a corpus needs; a chat template needs it on.
         """
+        raise NotImplementedError
+
+    def encode_with_spans(
+        self, text: str, special: bool = False
+    ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        """What `encode` gives, and of each id the characters of the text that it stands for: [first, past the last)."""
         raise NotImplementedError
 
     def joined(self, ids: Iterable[int]) -> bytes:
@@ -87,39 +94,57 @@ class ByteTokenizer(Tokenizer):
         del special  # the end of a document has no name
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
+    def encode_with_spans(
+        self, text: str, special: bool = False
+    ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        sizes = [len(char.encode("utf-8", "replace")) for char in text]
+        first = np.repeat(np.arange(len(text), dtype=np.int32), sizes)
+        return self.encode(text, special), np.stack([first, first + 1], axis=1)
 
-class FileTokenizer(Tokenizer):
-    """Any tokenizer.json whose tokens are byte-level (GPT-2, Llama 3, Qwen) or SentencePiece-like (Llama 2, Gemma).
+
+class JsonTokenizer(Tokenizer):
+    """What a tokenizer.json describes, if its tokens are byte-level (GPT-2, Llama 3) or SentencePiece-like (Llama 2).
 
     Args:
-      path: the file. A tokenizer_config.json beside it names the end-of-document token, if it is there.
+      content: of the file.
+      where: what to call it in messages.
+      ends: ids that end a document or a turn, the first the document's; those of well-known names come after.
     Raises:
-      UserError: the file is not a tokenizer, or of a kind whose tokens do not stand for fixed bytes.
+      UserError: not a tokenizer, or of a kind whose tokens do not stand for fixed bytes.
     """
 
-    def __init__(self, path: str | pathlib.Path):
-        path = pathlib.Path(path)
+    def __init__(self, content: str, where: str, ends: Sequence[int] = ()):
         try:
-            content = path.read_text("utf-8")
             # Two of them, since whether special names are read is a setting of the object, and threads share it.
             self._special, self._plain = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
-        except Exception as error:  # the library raises bare Exception for a file that it cannot read
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(
-                f"{path} is not a tokenizer.json ({reason}); give the file of a Hugging Face model"
-            ) from error
+        except Exception as error:  # the library raises bare Exception for what it cannot read
+            raise _not_a_tokenizer(where, error) from error
         for one in (self._special, self._plain):
             one.no_truncation()  # a file may carry its model's limits, which would cut documents short
             one.no_padding()
         self._plain.encode_special_tokens = True
-        super().__init__(_byte_runs(self._special, json.loads(content).get("decoder"), path))
+        super().__init__(_byte_runs(self._special, json.loads(content).get("decoder"), where))
         self.drops_leading_space = self._find_leading_space()
         self.bos_id = self._find_bos()
-        self.end_ids = self._find_ends(path.with_name("tokenizer_config.json"))
+        self.end_ids = self._find_ends(ends)
 
     def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
         encoder = self._special if special else self._plain
         return np.array(encoder.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_with_spans(
+        self, text: str, special: bool = False
+    ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        encoding = (self._special if special else self._plain).encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2)
+
+    def name_of(self, token: int) -> str | None:
+        """How a token is written in the file; None where it has no such id."""
+        return self._special.id_to_token(token)
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json that is this tokenizer, without limits on the length."""
+        return self._special.to_str(pretty=True)
 
     def _find_leading_space(self) -> bool:
         """Whether the file's own decoder drops one space at the start: ask it, with a token that has one."""
@@ -134,21 +159,48 @@ class FileTokenizer(Tokenizer):
         full = self._special.encode("a", add_special_tokens=True).ids
         return full[0] if len(full) > len(bare) and full[1 : 1 + len(bare)] == bare else None
 
-    def _find_ends(self, settings: pathlib.Path) -> tuple[int, ...]:
-        """Ids of the declared end token, then of the well-known ones that this file marks as special."""
+    def _find_ends(self, declared: Sequence[int]) -> tuple[int, ...]:
+        """The declared end tokens, then the well-known ones that are marked as special here."""
         special = {token.content: i for i, token in self._special.get_added_tokens_decoder().items() if token.special}
-        names = [name for name in END_NAMES if name in special]
+        return tuple(dict.fromkeys([*declared, *(special[name] for name in END_NAMES if name in special)]))
+
+
+class FileTokenizer(JsonTokenizer):
+    """A tokenizer.json.
+
+    Args:
+      path: the file. A tokenizer_config.json beside it names the end-of-document token, if it is there.
+    Raises:
+      UserError: the file is not a tokenizer, or of a kind whose tokens do not stand for fixed bytes.
+    """
+
+    def __init__(self, path: str | pathlib.Path):
+        path = pathlib.Path(path)
         try:
-            declared = json.loads(settings.read_text("utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError):
-            declared = None  # the settings are a help, not a need
-        if isinstance(declared, dict):
-            declared = declared.get("content")
-        ids = [self._special.token_to_id(declared)] if isinstance(declared, str) else []
-        return tuple(dict.fromkeys(i for i in ids + [special[name] for name in names] if i is not None))
+            content = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _not_a_tokenizer(str(path), error) from error
+        super().__init__(content, str(path))
+        declared = self._special.token_to_id(_declared_end(path.with_name("tokenizer_config.json")))
+        self.end_ids = self._find_ends([] if declared is None else [declared])
 
 
-def _byte_runs(tokenizer: tokenizers.Tokenizer, decoder: dict | None, path: pathlib.Path) -> list[bytes]:
+def _not_a_tokenizer(where: str, error: Exception) -> UserError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(f"{where} is not a tokenizer.json ({reason}); give the file of a Hugging Face model")
+
+
+def _declared_end(settings: pathlib.Path) -> str:
+    """The end token that a tokenizer_config.json names; "" where it names none."""
+    try:
+        declared = json.loads(settings.read_text("utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return ""  # the settings are a help, not a need
+    written: object = declared.get("content") if isinstance(declared, dict) else declared
+    return written if isinstance(written, str) else ""
+
+
+def _byte_runs(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> list[bytes]:
     """The byte run of every id, from its name and the kind of decoder the file has.
 
     Raises:
@@ -161,13 +213,13 @@ def _byte_runs(tokenizer: tokenizers.Tokenizer, decoder: dict | None, path: path
     if "ByteLevel" not in kinds and "▁" not in marks:
         found = ", ".join(sorted(filter(None, kinds))) or "none"
         raise UserError(
-            f"{path} has decoder {found}; give a byte-level BPE or SentencePiece-like tokenizer "
+            f"{where} has decoder {found}; give a byte-level BPE or SentencePiece-like tokenizer "
             "(decoder ByteLevel, Metaspace, or Replace of ▁)"
         )
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     runs = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     for name, i in vocabulary.items():
         if i in added:  # written in plain text whatever the decoder
             runs[i] = b"" if added[i].special else added[i].content.encode()
@@ -181,7 +233,7 @@ def _byte_runs(tokenizer: tokenizers.Tokenizer, decoder: dict | None, path: path
     return runs
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The printable character that byte-level BPE writes for each byte.
 
     Bytes that print in Latin-1 stand for themselves; the others take the code points from 256 up, in order.

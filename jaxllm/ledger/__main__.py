@@ -25,6 +25,7 @@ from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.request import TASKS, Request
 from jaxllm.ledger.rows import Ledger, Unknown, figure_to_json
 from jaxllm.ledger.tasks import Sampling, programs_of
+from jaxllm.train import start
 
 _TASK = flags.DEFINE_enum("task", "train", [*TASKS, "both"], "What to bill; both: one beside the other.")
 _DEVICE = flags.DEFINE_string(
@@ -48,7 +49,7 @@ _PNG = flags.DEFINE_string("png", None, "Writes the bill to this file as a pictu
 
 
 def main() -> int:
-    config = commandline.load_config()
+    config = start.resolved(commandline.load_config())
     _check_outputs()
     asked = Request(
         config=config,

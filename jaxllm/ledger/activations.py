@@ -53,8 +53,8 @@ def _outside(setting: Setting, phase: str) -> Iterator[tuple[str, int, int]]:
     if model.positions == "learned":
         yield "position ids", _INT32, own
     else:
-        kinds = len({*model.pattern * model.repeats, *model.tail})
-        yield "rotary angles", kinds * model.head_dim * FLOAT32, tokens
+        kinds = len({*model.pattern * model.repeats, *model.tail} - {"nope"})
+        yield "rotary angles", kinds * model.rotated * FLOAT32, tokens
     if model.experts:
         yield "real tokens", _BOOL, tokens
     # The last norm is in no block: its centred inputs, their scaled and squared forms, and two numbers a token. Its

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
 from jaxllm.hardware import Device
 from jaxllm.ledger import communication, inference, memory, roofline
@@ -17,6 +18,7 @@ AUTO = "auto"
 def title(config: Config) -> str:
     """The model's name; where the configuration changes its numbers, that it does."""
     changed = any(value is not None for name, value in vars(config.model).items() if name != "name")
+    changed = changed and config.model.name in ARCHITECTURES  # an imported model is all numbers
     return f"{config.model.name} (modified)" if changed else config.model.name
 
 

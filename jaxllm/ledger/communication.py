@@ -153,8 +153,8 @@ def _activations(setting: Setting) -> Iterator[Transfer]:
     again = one.made_again(setting.remat.kept)
     gathers = sum(value.moved for name, value in again.items() if name.endswith("inputs")) * layers
     scatters = sum(value.moved for name, value in again.items() if not name.endswith("inputs")) * layers
-    if size > 1:  # and once more as a part of its group
-        grouped = setting.model.repeats * len(setting.model.pattern)
+    grouped = setting.model.repeats * len(setting.model.pattern) if size > 1 else 0
+    if grouped:  # and once more as a part of its group
         gathers, scatters = gathers + 2 * width * grouped, scatters + 2 * width * grouped
     both = 2 * width * layers + width
     tensor = ("tensor",)
@@ -164,5 +164,10 @@ def _activations(setting: Setting) -> Iterator[Transfer]:
     yield _transfer(setting, "activations, recomputed", "reduce-scatter", tensor, scatters * accumulate)
     yield _transfer(setting, "gradients of activations", "all-gather", tensor, both * accumulate)
     yield _transfer(setting, "gradients of activations", "reduce-scatter", tensor, both * accumulate)
+    if setting.model.qk_norm and setting.model.qk_norm_over == "projection":
+        # Of queries and of keys, a number a token: forward, again for the backward pass, and the gradient of each.
+        sums = 2 * setting.tokens * (3 * layers + grouped)
+        name = "sums of squares of queries and keys"
+        yield _transfer(setting, name, "all-reduce", tensor, sums * accumulate, FLOAT32)
     # The highest logit of each token, their sum and the target's.
     yield _transfer(setting, "loss", "all-reduce", tensor, 3 * setting.step_tokens, FLOAT32)

@@ -20,7 +20,8 @@ a token (1 where the MLP is dense):
     mlp_out       mlp_hidden or mlp_down               2·M·F/t·D            M/t·D·c
     routing       mlp_norm gathered                    2·M·D·E              never kept
 
-With experts, M·X is the number of rows in `rows_of_experts`: those of each expert fill up whole blocks.
+With `norm_placement` "post", attn_norm and mlp_norm are not there: attn_inputs is made of block_input, mlp_inputs of
+resid_mid. With experts, M·X is the number of rows in `rows_of_experts`: those of each expert fill up whole blocks.
 
 The backward pass reads some of these values. A remat policy keeps those under its tags; what it needs beside is made
 again from what is kept, and a tag that nobody reads is not kept whatever the policy says.
@@ -149,14 +150,14 @@ def rows_of_experts(assignments: int, experts: int) -> int:
 @functools.lru_cache(maxsize=64)
 def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -> Block:
     D, H, N, K = model.width, model.head_dim, model.heads // t, model.kv_heads // t
-    sandwich = model.norm_placement == "sandwich"
     own = M // t * D * c
     everyone = M * D if t > 1 else 0
-    values = {
-        BLOCK_INPUT: Value((), bytes=own),
-        "attn_norm": Value((BLOCK_INPUT,), bytes=own, tag="attn_norm"),
-        "attn_inputs": Value(("attn_norm",), moved=everyone),
-    }
+    values = {BLOCK_INPUT: Value((), bytes=own)}
+    attention_of, mlp_of = BLOCK_INPUT, "resid_mid"
+    if model.norm_placement != "post":
+        attention_of, mlp_of = "attn_norm", "mlp_norm"
+        values["attn_norm"] = Value((BLOCK_INPUT,), bytes=own, tag="attn_norm")
+    values["attn_inputs"] = Value((attention_of,), moved=everyone)
     for name, heads in (("q", N), ("k", K), ("v", K)):
         flops, size = 2 * M * D * heads * H, M * heads * H * c
         if model.qk_norm and name != "v":
@@ -173,15 +174,16 @@ def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -
         "attn_context": Value(("attn_probs", "v"), pairs, M * N * H * c, "attn_context"),
         "attn_out": Value(("attn_context",), 2 * M * N * H * D, own, "attn_out", everyone),
         "resid_mid": Value((BLOCK_INPUT, "attn_out"), 0, own, "resid_mid"),
-        "mlp_norm": Value(("resid_mid",), 0, own, "mlp_norm"),
-        "mlp_inputs": Value(("mlp_norm",), moved=everyone),
+        "mlp_inputs": Value((mlp_of,), moved=everyone),
     }
+    if model.norm_placement != "post":
+        values["mlp_norm"] = Value(("resid_mid",), 0, own, "mlp_norm")
     read = ["attn_inputs", "q", "k", "v", "attn_probs", "attn_context", "resid_mid", "mlp_inputs"]
     if model.qk_norm:
         read += ["q, before its norm", "k, before its norm"]
     if model.attention_softcap:
         read.append("attn_scores")
-    if sandwich:
+    if model.norm_placement != "pre":
         read += ["attn_out", "mlp_out"]
     more, reads = _mlp(model, M, t, c)
     return Block(values | more, (*read, *reads), chunked)

@@ -3,14 +3,13 @@
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
 from jaxllm.kernels import reference
-from jaxllm.model.layers import align, matmul, norm, rotate
+from jaxllm.model.layer_cache import LayerCache
+from jaxllm.model.layers import align, matmul, norm, norm_over_heads, rotate
 from jaxllm.model.partition import WHOLE, Partition
 
 
@@ -22,7 +21,7 @@ class Span:
       positions: of each token in its own sequence.
       segments: tokens attend within one segment only; None where a row is one sequence.
       valid: False for padding, which is never written to a cache; None where every token is real.
-      angles: rotary (cos, sin) of each layer kind; empty for learned positions.
+      angles: rotary (cos, sin) of each layer kind that is rotated; empty for learned positions.
       chunk: queries whose scores exist at one time; 0 is all of them.
     """
 
@@ -40,15 +39,22 @@ def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -
     return y
 
 
+def _qk_norm(x: Array, params: dict[str, Any], model: Architecture, partition: Partition) -> Array:
+    kind = "rmsnorm" if model.norm == "layernorm" else model.norm
+    if model.qk_norm_over == "projection":
+        return norm_over_heads(x, params, kind, model.norm_eps, partition)
+    return norm(x, params, kind, model.norm_eps)
+
+
 def attention(
     x: Float[Array, "B T D"],
     params: dict[str, Any],
     model: Architecture,
     kind: str,
     span: Span,
-    cache: "LayerCache | None" = None,
+    cache: LayerCache | None = None,
     partition: Partition = WHOLE,
-) -> tuple[Float[Array, "B t D"], "LayerCache | None"]:
+) -> tuple[Float[Array, "B t D"], LayerCache | None]:
     """Self-attention of one layer, over the tokens given or over those and a cache's.
 
     Args:
@@ -58,95 +64,23 @@ def attention(
     """
     q, k, v = (_project(x, params, name, model) for name in "qkv")
     if model.qk_norm:
-        kind_of_norm = "rmsnorm" if model.norm == "layernorm" else model.norm
-        q = norm(q, params["q_norm"], kind_of_norm, model.norm_eps)
-        k = norm(k, params["k_norm"], kind_of_norm, model.norm_eps)
-    if span.angles:
+        q, k = (_qk_norm(x, params[f"{name}_norm"], model, partition) for name, x in (("q", q), ("k", k)))
+    if kind in span.angles:
         q, k = rotate(q, span.angles[kind]), rotate(k, span.angles[kind])
     q, k, v = (checkpoint_name(y, "attn_qkv") for y in (q, k, v))
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-    if cache is None:
-        key_positions, key_segments = span.positions, span.segments
-    else:
-        k, v, key_positions, cache = cache.extend(k, v, span)
-        key_segments = None
     window = model.window if kind == "sliding" else 0
     scale, softcap = model.attention_scale, model.attention_softcap
-    if cache is None and span.chunk:
-        segments = span.segments
-        y = reference.chunked_attention(
-            *(q, k, v, span.positions, key_positions, segments, key_segments),
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            chunk=span.chunk,
-        )
+    places = (span.positions, span.positions, span.segments, span.segments)
+    if cache is not None:
+        y, cache = cache.attend(q, k, v, span.positions, span.valid, window=window, scale=scale, softcap=softcap)
+    elif span.chunk:
+        y = reference.chunked_attention(q, k, v, *places, window=window, scale=scale, softcap=softcap, chunk=span.chunk)
     else:
-        mask = reference.attention_mask(span.positions, key_positions, span.segments, key_segments, window)
-        y = reference.attention(q, k, v, mask, scale=scale, softcap=softcap)
+        y = reference.attention(q, k, v, reference.attention_mask(*places, window), scale=scale, softcap=softcap)
     y = checkpoint_name(y, "attn_context")
     y = partition.leave(matmul(y, params["out"], fan_in=2))
     if model.out_bias:
         y = y + align(params["out_bias"], y)
     return checkpoint_name(y, "attn_out"), cache
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerCache:
-    """One layer's view of the stacked cache arrays while a block runs.
-
-    The stacks travel whole and are written in place at `layer`: slices taken out and stacked again would
-    be a second copy of the cache.
-
-    Attributes:
-      k, v: [repeats, B, K, S, H].
-      layer: index into the first dimension.
-      lengths: tokens of each row in the cache before this pass.
-      capacity: tokens a row may have; fewer slots than that make the layer a ring.
-    """
-
-    k: Float[Array, "L B K S H"]
-    v: Float[Array, "L B K S H"]
-    layer: Int[Array, ""] | int
-    lengths: Int[Array, " B"]
-    capacity: int
-
-    def extend(self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], span: Span) -> tuple[Any, ...]:
-        """Writes T tokens; returns keys, values, the position of each (negative: none), and the new cache.
-
-        Position p lives in slot p mod S. A ring cannot hold T new tokens and all that the first of them
-        may see, so there several new tokens attend to the old slots and themselves, and are written after.
-        """
-        B, _, T, _ = k.shape
-        S = self.k.shape[3]
-        valid = jnp.ones((B, T), bool) if span.valid is None else span.valid
-        after = self.lengths + valid.sum(1, dtype=jnp.int32)
-        # Of tokens that share a slot only the last is written; padding goes nowhere (out of bounds: dropped).
-        kept = valid & (span.positions >= after[:, None] - S) & (span.positions < self.capacity)
-        slot = jnp.where(kept, span.positions % S, S)
-        rows = jnp.arange(B)[:, None]
-        wraps = T > 1 and self.capacity > S
-        stack_k, stack_v = self.k, self.v
-        if wraps:
-            # Old slots are read first. A read and a write of the stacks in no order would cost a copy of them.
-            old_k, old_v, stack_k, stack_v = jax.lax.optimization_barrier(
-                (self.k[self.layer], self.v[self.layer], self.k, self.v)
-            )
-        new_k = stack_k.at[self.layer, rows, :, slot].set(k.swapaxes(1, 2).astype(self.k.dtype), mode="drop")
-        new_v = stack_v.at[self.layer, rows, :, slot].set(v.swapaxes(1, 2).astype(self.v.dtype), mode="drop")
-        cache = dataclasses.replace(self, k=new_k, v=new_v)
-        if not wraps:
-            positions = _slot_positions(after, S)
-            return new_k[self.layer].astype(k.dtype), new_v[self.layer].astype(v.dtype), positions, cache
-        old = _slot_positions(self.lengths, S)
-        new = jnp.where(valid, span.positions, -1)
-        keys = jnp.concatenate([old_k.astype(k.dtype), k], axis=2)
-        values = jnp.concatenate([old_v.astype(v.dtype), v], axis=2)
-        return keys, values, jnp.concatenate([old, new], axis=1), cache
-
-
-def _slot_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
-    """Position held by each slot of rows that have `lengths` tokens; negative where none is."""
-    last = lengths[:, None] - 1
-    return last - (last - jnp.arange(slots)[None]) % slots

@@ -31,17 +31,20 @@ def block(
       x: this device's tokens; attention and MLP see all of them.
     """
 
-    def normed(y: Array, name: str) -> Array:
-        return layers.norm(y, params[name], model.norm, model.norm_eps)
+    def inputs_of(name: str) -> Array:
+        if model.norm_placement == "post":
+            return partition.enter(x)
+        return partition.enter(checkpoint_name(layers.norm(x, params[name], model.norm, model.norm_eps), name))
 
-    sandwich = model.norm_placement == "sandwich"
-    inputs = partition.enter(checkpoint_name(normed(x, "attn_norm"), "attn_norm"))
-    y, cache = attention(inputs, params["attn"], model, kind, span, cache, partition)
-    x = checkpoint_name(x + (normed(y, "attn_post_norm") if sandwich else y), "resid_mid")
+    def output(y: Array, name: str) -> Array:
+        return y if model.norm_placement == "pre" else layers.norm(y, params[name], model.norm, model.norm_eps)
+
+    y, cache = attention(inputs_of("attn_norm"), params["attn"], model, kind, span, cache, partition)
+    x = checkpoint_name(x + output(y, "attn_post_norm"), "resid_mid")
     balance = jnp.zeros((), jnp.float32)
-    inputs = partition.enter(checkpoint_name(normed(x, "mlp_norm"), "mlp_norm"))
+    inputs = inputs_of("mlp_norm")
     if model.experts:
         y, balance = moe(inputs, params["mlp"], model, real, partition)
     else:
         y = layers.mlp(inputs, params["mlp"], model, partition)
-    return x + (normed(y, "mlp_post_norm") if sandwich else y), cache, balance
+    return x + output(y, "mlp_post_norm"), cache, balance

@@ -6,7 +6,7 @@ The functions of `jaxllm.model` run inside `jax.shard_map`, over plain local arr
 
 Gradients follow one rule: what is differentiated is the sum over devices of what each returns as its loss, so a
 weight that lies on several devices has the sum of their gradients. Gathering and scattering sums are each other's
-transposes, and no other collective is differentiated.
+transposes, a sum over all is its own, and no other collective is differentiated.
 """
 
 import dataclasses
@@ -65,6 +65,10 @@ class Partition:
     def first(self, size: int) -> Array | int:
         """Index of this device's first element of something that is split over `tensor` in parts of `size`."""
         return jax.lax.axis_index("tensor") * size if self.tensor > 1 else 0
+
+    def head_sum(self, x: Array) -> Array:
+        """Over the heads of all devices, of sums over this device's."""
+        return jax.lax.psum(x, "tensor") if self.tensor > 1 else x
 
     def batch_sum(self, x: Array) -> Array:
         """Over all rows of the batch."""

@@ -89,9 +89,12 @@ def _attention_specs(model: Architecture) -> dict[str, Any]:
     if model.out_bias:
         specs["out_bias"] = ParamSpec((D,), ("embed",), "bias", "zeros")
     if model.qk_norm:
-        qk_model = dataclasses.replace(model, norm="rmsnorm") if model.norm == "layernorm" else model
-        specs["q_norm"] = _norm_specs(qk_model, H, "head_dim")
-        specs["k_norm"] = _norm_specs(qk_model, H, "head_dim")
+        for name, heads in (("q", N), ("k", K)):
+            scale = _norm_specs(model, H, "head_dim")["scale"]  # an RMSNorm, which has no bias
+            if model.qk_norm_over == "projection":
+                axes = specs[name].axes[1:]
+                scale = dataclasses.replace(scale, shape=(heads, H), axes=axes)
+            specs[f"{name}_norm"] = {"scale": scale}
     return specs
 
 
@@ -116,8 +119,10 @@ def _mlp_specs(model: Architecture) -> dict[str, Any]:
 
 
 def _layer_specs(model: Architecture) -> dict[str, Any]:
-    norms = ["attn_norm", "mlp_norm"]
-    if model.norm_placement == "sandwich":
+    norms = []
+    if model.norm_placement in ("pre", "sandwich"):
+        norms += ["attn_norm", "mlp_norm"]
+    if model.norm_placement in ("post", "sandwich"):
         norms += ["attn_post_norm", "mlp_post_norm"]
     return {
         "attn": _attention_specs(model),

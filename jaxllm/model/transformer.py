@@ -61,6 +61,27 @@ def softcap(x: Array, cap: float) -> Array:
     return cap * jnp.tanh(x / cap) if cap else x
 
 
+def _angles(
+    positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None, model: Architecture, capacity: int
+) -> dict[str, tuple[Array, Array]]:
+    """Rotary (cos, sin) of each layer kind that is rotated.
+
+    Under longrope a sequence longer than the original context has other frequencies, from its first token on. How long
+    it is, its tokens tell; but keys go to a cache before the rest of the sequence is known, so that there the cache's
+    capacity decides: a sequence that may become long is taken as long.
+
+    Args:
+      capacity: of the cache; 0 where there is none.
+    """
+    if model.positions != "rotary":
+        return {}
+    long: Array | bool = capacity > model.rope_original_context
+    if model.rope_scaling == "longrope" and not capacity:
+        long = layers.last_positions(positions, segments) >= model.rope_original_context
+    kinds = dict.fromkeys(kind for kind in model.pattern if kind != "nope")
+    return {kind: layers.rope_angles(positions, model, kind, long) for kind in kinds}
+
+
 def forward(
     params: Params,
     tokens: Int[Array, "B T"],
@@ -90,9 +111,7 @@ def forward(
       (hidden states of this device's tokens, the cache with the tokens written, weighted load-balancing loss:
       mean over layers).
     """
-    kinds = set(model.pattern) | set(model.tail)
-    rotary = model.positions == "rotary"
-    angles = {kind: layers.rope_angles(positions, model, kind) for kind in kinds} if rotary else {}
+    angles = _angles(positions, segments, model, capacity if cache is not None else 0)
     span = Span(positions, segments, valid, angles, attention_chunk)
     real = jnp.ones(tokens.shape, bool)
     if segments is not None:

@@ -77,9 +77,12 @@ def restore(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, abstract: TrainS
 
 
 def restore_params(folder: pathlib.Path, abstract: Any) -> Any:
-    """The parameters in a state's folder, in the shapes and dtypes of `abstract`, on the first device."""
+    """The parameters in a state's folder, in the shapes, dtypes and shardings of `abstract`.
+
+    Those that have no sharding come to the first device.
+    """
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), abstract)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), abstract)
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
         return reader.restore(folder / "params", args=ocp.args.StandardRestore(placed, strict=False))
 

@@ -39,6 +39,7 @@ _FREE = (
     *("train.steps", "train.accumulate", "train.loss_chunk", "train.attention_chunk"),
     *("optimizer.offload", "optimizer.moment_dtype"),
     *("mesh.", "remat.", "precision.", "checkpoint.", "eval.", "log.", "ledger."),
+    "init_from",  # read once, before the first step
 )
 
 Say = Callable[[str], None]
@@ -236,19 +237,41 @@ def load_model(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
     Raises:
       UserError: not a workdir, or none of its checkpoints is whole.
     """
+    path, config = newest(workdir)
+    abstract = specs.abstract(specs.param_specs(architectures.resolve(config.model)), jnp.float32)
+    return config, arrays.restore_params((path / "state").absolute(), abstract)
+
+
+def newest(workdir: str | os.PathLike[str]) -> tuple[pathlib.Path, Config]:
+    """(folder, configuration) of the newest whole checkpoint of a training run.
+
+    Raises:
+      UserError: not a workdir, or none of its checkpoints is whole.
+    """
     folder = pathlib.Path(workdir) / "checkpoints"
     if not folder.is_dir():
         raise UserError(f"{workdir} is not the workdir of a training run (it has no checkpoints/); train one first")
     reasons = []
     for path in _complete(folder):
         damage = manifest.damage(path)
-        if damage:
-            reasons.append(f"{path.name}: {damage}")
-            continue
-        config = config_lib.from_dict(json.loads((path / "config.json").read_text()))
-        abstract = specs.abstract(specs.param_specs(architectures.resolve(config.model)), jnp.float32)
-        return config, arrays.restore_params((path / "state").absolute(), abstract)
+        if not damage:
+            return path, _config_in(path)
+        reasons.append(f"{path.name}: {damage}")
     raise UserError(f"{workdir} has no usable checkpoint ({'; '.join(reasons) or 'none was completed'})")
+
+
+def stored_config(workdir: pathlib.Path) -> Config | None:
+    """The configuration that the run in a workdir goes on with; None where it has no checkpoint, damaged or not."""
+    for path in _complete(workdir / "checkpoints"):
+        try:
+            return _config_in(path)
+        except (OSError, ValueError):  # damaged; told when it is restored
+            continue
+    return None
+
+
+def _config_in(checkpoint: pathlib.Path) -> Config:
+    return config_lib.from_dict(json.loads((checkpoint / "config.json").read_text()))
 
 
 def _complete(folder: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -17,10 +17,10 @@ from jaxllm.config import Config
 from jaxllm.data import pipeline, sources
 from jaxllm.data.streams import Batch
 from jaxllm.errors import RunError
-from jaxllm.interop import tokenizer
 from jaxllm.ledger import shortage
 from jaxllm.ledger.training_bill import TrainingBill
 from jaxllm.train import shares
+from jaxllm.train import start as start_lib
 from jaxllm.train import workdir as workdir_lib
 from jaxllm.train.checkpoint import Checkpointer
 from jaxllm.train.clock import Clock
@@ -56,25 +56,30 @@ class Trainer:
         self.clock = Clock()
         self._job = job or Job()
         self._watch = watch or Watch(self._job)
+        self._start = start_lib.prepare(config, workdir)
+        config = self._start.config
         self._config, self._workdir, self._console = config, workdir, console
         self._model = architectures.resolve_config(config)
         self._mesh = mesh.make_mesh(config.mesh)
         self._recipe = programs.make_recipe(config, self._model, jax.default_backend())
         self._bill = TrainingBill(config, self._model, console)
-        vocab_size = self._model.vocab_size
-        split = sources.split(config.data, vocab_size)
+        vocab_size, text = self._model.vocab_size, self._start.text
+        split = sources.split(config.data, vocab_size, text)
+        for note in split.notes:
+            self._say(f"data: {note}")
         size = config.train.batch_size
         self._batches = mesh.batch_sharding(self._mesh)
         streams = shares.streams_of_processes(shares.rows_of_processes(self._batches, size), size, config.data.streams)
         self._owned = [str(stream) for stream in shares.owned_streams(streams, self._job.index)]
         self._data = pipeline.train_iterator(
-            config.data, size, streams[self._job.index], vocab_size=vocab_size, split=split
+            config.data, size, streams[self._job.index], vocab_size=vocab_size, split=split, text=text
         )
         self._held_out = pipeline.validation_batches(
-            config.data, config.train.batch_size, config.eval.batches, vocab_size=vocab_size, split=split
+            config.data, config.train.batch_size, config.eval.batches, vocab_size=vocab_size, split=split, text=text
         )
-        has_text = config.data.source != "tokens"
-        self._byte_lengths = tokenizer.load(config.data.tokenizer).byte_lengths() if has_text else None
+        # Of answers, the tokens that end them count too, and are no text.
+        of_text = text is not None and config.data.source not in ("tokens", "chat")
+        self._byte_lengths = text.tokenizer.byte_lengths() if text is not None and of_text else None
         self._tracing = False
         self._doing = "at start-up"  # for messages
 
@@ -106,11 +111,18 @@ class Trainer:
             return 0
         if self._job.leads:
             workdir_lib.write_config(self._workdir, config)
+            if self._start.source and config.data.tokenizer == workdir_lib.OWN and self._start.text:
+                workdir_lib.write_text(self._workdir, self._start.text)
             self._bill.show()
         if restored:
             self._data.set_state(restored.data_state)
             state = restored.state
             self._say(f"resuming {self._workdir} after step {first:,}")
+            if config.init_from:
+                self._say(f"config.init_from ({config.init_from}) is not read again")
+        elif self._start.source:
+            state = programs.state_from(config, self._recipe, self._mesh, self._start.source.load)
+            self._say(f"starting from the weights of {config.init_from}")
         else:
             state = programs.init_state(config, self._recipe, self._mesh).jitted()
         del restored
@@ -145,9 +157,11 @@ class Trainer:
             self._doing = f"in step {step:,}"  # asynchronous: what fails there is told here
             numbers = {name: float(value) for name, value in values.items()}
             seconds = clock.lap("steps")
-            padding = config.train.batch_size * config.data.sequence_length - numbers["tokens"]
+            # Of this process's rows; of the batch where they are all of it.
+            padding = float(np.mean(documents < 0)) * config.train.batch_size * config.data.sequence_length
             metrics.write("step", step, **numbers, padding=padding, seconds=seconds)
-            display.update(step, numbers["loss"], numbers["tokens"], seconds)
+            read = config.train.batch_size * config.data.sequence_length - padding
+            display.update(step, numbers["loss"], read, seconds)
             for name in ("loss", "grad_norm"):
                 if not (math.isfinite(numbers[name]) or _is_overflow(numbers, name)):
                     metrics.write("event", step, event="not finite", field=name)
@@ -219,7 +233,8 @@ class Trainer:
         )
         metrics.write("eval", step, **result._asdict())
         bits = f", {result.bits_per_byte:.3f} bits per byte" if result.bits_per_byte is not None else ""
-        self._say(f"step {step:,}: validation loss {result.loss:.3f}{bits} ({result.tokens:,} tokens)")
+        kind = "answer tokens" if self._config.data.source == "chat" else "tokens"
+        self._say(f"step {step:,}: validation loss {result.loss:.3f}{bits} ({result.tokens:,} {kind})")
         return result
 
     def _trace(self, step: int, first: int) -> None:
@@ -249,7 +264,9 @@ class Trainer:
         self._say(f"done. Sample from it:\n{self._next_command()}")
 
     def _next_command(self) -> str:
-        return f'  python -m jaxllm.sample --model {self._workdir} --prompt "def "'
+        text = self._start.text
+        talks = self._config.data.source == "chat" and text is not None and text.chat_template is not None
+        return f"  python -m jaxllm.sample --model {self._workdir} " + ("--chat" if talks else '--prompt "def "')
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """The record of a run: `metrics.jsonl` always, TensorBoard where it is asked for.
 
 One JSON object a line, told apart by "kind": `step` (loss in nats a token, grad_norm, lr, tokens trained on,
-padding tokens beside them, seconds; with a loss scale also loss_scale, and skipped: 1 where gradients overflowed and
+padding tokens of the batch, seconds; with a loss scale also loss_scale, and skipped: 1 where gradients overflowed and
 no update was made), `eval`, and `event` (start, resume, save, stop, not finite). A step is a batch trained on; of a
 job of many processes, process 0 keeps the one record.
 """

@@ -64,7 +64,15 @@ def create(
     params = initialize(param_specs(model), key, dtype)
     if placements is not None:
         params = jax.tree.map(_padded, params, placements)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(key), loss_scale)
+    return begin(params, optimizer, seed, loss_scale)
+
+
+def begin(
+    params: Any, optimizer: optax.GradientTransformation, seed: int, loss_scale: LossScale | None = None
+) -> TrainState:
+    """The state before the first step, of weights that are there, padded or not."""
+    key = jax.random.key_data(jax.random.key(seed))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key, loss_scale)
 
 
 def _padded(x: Array, placement: Placement) -> Array:

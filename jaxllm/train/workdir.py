@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.errors import UserError
+from jaxllm.interop import text as texts
+from jaxllm.interop.text import Text
+
+OWN = "model"  # config.data.tokenizer of a run whose model came with one: it lies in the workdir
+_FOLDER = "tokenizer"
 
 
 @contextlib.contextmanager
@@ -29,3 +34,22 @@ def only_run_in(workdir: pathlib.Path) -> Iterator[None]:
 def write_config(workdir: pathlib.Path, config: Config) -> None:
     """Writes the run's configuration where a person and `from_dict` find it."""
     (workdir / "config.json").write_text(json.dumps(config_lib.to_dict(config), indent=1) + "\n")
+
+
+def write_text(workdir: pathlib.Path, text: Text) -> None:
+    """Writes a model's own tokenizer and chat template beside the run that started from it."""
+    texts.save(text, workdir / _FOLDER)
+
+
+def text(workdir: pathlib.Path, config: Config) -> Text:
+    """The tokenizer and chat template of the run in a workdir.
+
+    Raises:
+      UserError: there is none, or it is not what it should be.
+    """
+    if config.data.tokenizer != OWN:
+        return texts.load(config.data.tokenizer)
+    folder = workdir / _FOLDER
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} has no tokenizer.json, which the run in {workdir} needs; bring the folder back")
+    return texts.load(str(folder))

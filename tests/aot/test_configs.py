@@ -35,7 +35,7 @@ def load(name: str, overrides: dict[str, int]) -> Config:
 
 
 def test_every_configuration_has_a_target():
-    named = {name for name, _, _ in TARGETS} | {"quickstart"}
+    named = {name for name, _, _ in TARGETS} | {"quickstart", "finetune_smollm2"}  # for a CPU
     assert named == {path.stem for path in CONFIGS.glob("*.py")}
 
 

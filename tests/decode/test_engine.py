@@ -54,6 +54,20 @@ def test_prompts_together_alone_and_without_a_cache(request_):
     assert times.new_tokens == sum(len(result.tokens) for result in results)
 
 
+def test_a_seed_for_each_prompt():
+    """Rows of one batch are what each prompt is alone with its seed, beside unseeded ones and others."""
+    prompts, seeds = ["The cat", "The cat", "x"], (3, 4, 3)
+    results, _ = generator().generate(prompts, dataclasses.replace(WARM, seeds=seeds))
+    assert results[0].tokens != results[1].tokens
+    for prompt, seed, result in zip(prompts, seeds, results, strict=True):
+        alone = dataclasses.replace(WARM, sampling=dataclasses.replace(WARM.sampling, seed=seed))
+        assert generator().generate([prompt], alone)[0] == [result]
+    with pytest.raises(UserError, match="--seed is given 2 times for 3 prompts"):
+        generator().generate(prompts, dataclasses.replace(WARM, seeds=(1, 2)))
+    with pytest.raises(UserError, match="--seed is -1"):
+        generator().generate(prompts, dataclasses.replace(WARM, seeds=(1, 2, -1)))
+
+
 def test_nothing_compiles_twice():
     generator().generate(PROMPTS, GREEDY)
     programs = dict(generator()._compiled)

@@ -13,7 +13,7 @@ from jaxllm import programs
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import generate, state
 from jaxllm.decode.sampling import SamplingOptions, make_params
-from jaxllm.model import attention as attention_lib
+from jaxllm.kernels import decode_slots
 from jaxllm.model import specs, transformer
 
 CAPACITY = 64
@@ -252,8 +252,8 @@ def test_a_cache_that_is_not_donated_would_be_caught():
 
 
 def test_a_ring_off_by_one_would_be_caught(monkeypatch):
-    right = attention_lib._slot_positions
-    monkeypatch.setattr(attention_lib, "_slot_positions", lambda lengths, slots: right(lengths, slots) + 1)
+    right = decode_slots.slot_positions
+    monkeypatch.setattr(decode_slots, "slot_positions", lambda lengths, slots: right(lengths, slots) + 1)
     model = models.SLIDING
     wrong_prefill = quickly(programs.prefill(model, 2, 16, CAPACITY, jnp.float32))
     wrong_decode = quickly(programs.decode(model, 2, STEPS, CAPACITY, jnp.float32))

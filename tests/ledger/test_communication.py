@@ -15,6 +15,7 @@ SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "head_dim": 32, "mlp_widt
 TIED = dataclasses.replace(models.ROTARY, **SIZES)
 UNTIED = dataclasses.replace(TIED, tied_embeddings=False)
 LEARNED = dataclasses.replace(models.LEARNED, **SIZES)
+POST = dataclasses.replace(models.POST, **SIZES)
 EXPERTS = dataclasses.replace(TIED, experts=4, experts_per_token=2, mlp_width=128)
 # Norms, losses and counts of tokens are single numbers; there are fewer than this in a step.
 FEW = 100
@@ -54,6 +55,7 @@ CASES = {
     "tensor, dots": (UNTIED, run(mesh_data=4, mesh_tensor=2, mesh_zero=3, remat_policy="dots")),
     "tensor, groups": (UNTIED, run(mesh_data=4, mesh_tensor=2, mesh_zero=3, remat_policy="sqrt")),
     "learned": (LEARNED, run(mesh_data=4, mesh_tensor=2, mesh_zero=3)),
+    "norms of projections": (POST, run(mesh_data=4, mesh_tensor=2, mesh_zero=3, remat_policy="sqrt")),
     "experts": (EXPERTS, run(mesh_data=4, mesh_tensor=2, mesh_zero=2, precision_policy="bf16")),
 }
 

@@ -81,6 +81,20 @@ def test_activations_of_chunks_and_micro_batches_are_exact(name, policy):
     assert_equal(models.ALL[name], run(policy, train_accumulate=2, train_loss_chunk=5))
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_head_is_padded_for_data_only_where_it_is_put_together_from_shares(stage):
+    """27 words over 2 devices along `tensor` are 14 on each; shares of them over 3 along `data` make 15."""
+    model = dataclasses.replace(models.LEARNED, vocab_size=27, layers=1, width=16, heads=2, kv_heads=2, mlp_width=12)
+    for precision in ("fp32", "bf16"):
+        config = run(
+            mesh_data=3, mesh_tensor=2, mesh_zero=stage, train_batch_size=3, data_sequence_length=8, train_loss_chunk=1
+        )
+        config.precision.policy = precision
+        assert_equal(model, config)
+        settled = setting.make(model, config, precision, "cpu")
+        assert activations.head_numbers(settled) == (15 if stage else 14) * model.width
+
+
 def test_the_trace_column_is_the_formulas():
     config = run("dots", mesh_data=2, mesh_zero=3)
     ledger = training(models.SLIDING, config, "fp32")

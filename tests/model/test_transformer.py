@@ -9,7 +9,7 @@ import models
 import numpy as np
 import pytest
 
-from jaxllm.model import attention as attention_lib
+from jaxllm.kernels import decode_slots
 from jaxllm.model import layers, specs, transformer
 
 KEY = jax.random.key(0)
@@ -38,14 +38,26 @@ def naive_norm(x, p, kind, eps):
     return x / math.sqrt((x * x).mean() + eps) * (1 + p["scale"] if kind == "rmsnorm_plus_one" else p["scale"])
 
 
-def naive_rotate(x, position, base, factor):
-    half = len(x) // 2
-    out = np.empty_like(x)
+def naive_rotate(x, position, base, factors, magnitude=1.0):
+    """Factors: one for each pair; what they leave of x is not rotated."""
+    half = len(factors)
+    out = x.copy()
     for i in range(half):
-        angle = position / factor * base ** (-2 * i / len(x))
-        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+        angle = position / factors[i] * base ** (-i / half)
+        out[i] = magnitude * (x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
+        out[i + half] = magnitude * (x[i + half] * math.cos(angle) + x[i] * math.sin(angle))
     return out
+
+
+def naive_positions(x, t, T, kind, m):
+    """One head's query or key at position t of T."""
+    if m.rope_scaling == "longrope":
+        factors = m.rope_long_factors if m.rope_original_context < T else m.rope_short_factors
+        magnitude = math.sqrt(1 + math.log(m.rope_factor) / math.log(m.rope_original_context))
+        return naive_rotate(x, t, m.rope_theta, factors, magnitude)
+    own_base = kind == "sliding" and m.rope_theta_sliding
+    base, factor = (m.rope_theta_sliding, 1) if own_base else (m.rope_theta, m.rope_factor)
+    return naive_rotate(x, t, base, [factor] * (len(x) // 2))
 
 
 def naive_act(x, mlp):
@@ -97,15 +109,18 @@ def naive_logits(m, params, tokens):
         a = p["attn"]
         heads = {"q": [], "k": [], "v": []}
         for t in range(T):
-            y = naive_norm(x[t], p["attn_norm"], m.norm, m.norm_eps)
+            y = x[t] if m.norm_placement == "post" else naive_norm(x[t], p["attn_norm"], m.norm, m.norm_eps)
             for name in "qkv":
                 h = np.einsum("d,dnh->nh", y, a[name]) + (a[f"{name}_bias"] if m.qkv_bias else 0)
                 if m.qk_norm and name in "qk":
-                    h = np.array([naive_norm(v, a[f"{name}_norm"], m.norm, m.norm_eps) for v in h])
-                if m.positions == "rotary" and name in "qk":
-                    own_base = kind == "sliding" and m.rope_theta_sliding
-                    base, factor = (m.rope_theta_sliding, 1) if own_base else (m.rope_theta, m.rope_factor)
-                    h = np.array([naive_rotate(v, t, base, factor) for v in h])
+                    scale = a[f"{name}_norm"]
+                    if m.qk_norm_over == "projection":
+                        flat = {"scale": scale["scale"].reshape(-1)}
+                        h = naive_norm(h.reshape(-1), flat, m.norm, m.norm_eps).reshape(h.shape)
+                    else:
+                        h = np.array([naive_norm(v, scale, m.norm, m.norm_eps) for v in h])
+                if m.positions == "rotary" and kind != "nope" and name in "qk":
+                    h = np.array([naive_positions(v, t, T, kind, m) for v in h])
                 heads[name].append(h)
         for t in range(T):
             out = np.zeros(m.width)
@@ -122,11 +137,12 @@ def naive_logits(m, params, tokens):
                 out += mixed @ a["out"][n]
             if m.out_bias:
                 out += a["out_bias"]
-            if m.norm_placement == "sandwich":
+            if m.norm_placement != "pre":
                 out = naive_norm(out, p["attn_post_norm"], m.norm, m.norm_eps)
             x[t] = x[t] + out
-            y = naive_mlp(naive_norm(x[t], p["mlp_norm"], m.norm, m.norm_eps), p["mlp"], m)
-            if m.norm_placement == "sandwich":
+            y = x[t] if m.norm_placement == "post" else naive_norm(x[t], p["mlp_norm"], m.norm, m.norm_eps)
+            y = naive_mlp(y, p["mlp"], m)
+            if m.norm_placement != "pre":
                 y = naive_norm(y, p["mlp_post_norm"], m.norm, m.norm_eps)
             x[t] = x[t] + y
     head = params.get("head", params["embed"]["tokens"])
@@ -134,10 +150,10 @@ def naive_logits(m, params, tokens):
     return m.logit_softcap * np.tanh(out / m.logit_softcap) if m.logit_softcap else out
 
 
-@pytest.mark.parametrize("name", models.ALL)
-def test_logits_equal_naive_implementation(name):
+@pytest.mark.parametrize(("name", "length"), [*((name, 20) for name in models.ALL), ("longrope", 10)])
+def test_logits_equal_naive_implementation(name, length):
     model = models.ALL[name]
-    params, tokens, positions = make(model)
+    params, tokens, positions = make(model, length=length)
     got = logits_of(model, params, tokens, positions)
     want = np.stack([naive_logits(model, params, np.asarray(row)) for row in tokens])
     assert np.abs(want).max() > 1, "logits too small for the comparison to mean anything"
@@ -159,15 +175,31 @@ FAULTS = {
     "SiLU gate": {"mlp": "swiglu"},
     "eps": {"norm_eps": 1e-2},
 }
+OWN_FACTOR = math.sqrt(1 + math.log(4) / math.log(10))
+MORE_FAULTS = {
+    "all of a head rotated": (
+        "longrope",
+        {"rope_dim": 8, "rope_short_factors": (1.0,) * 4, "rope_long_factors": (1.2, 2.5, 3.9, 3.9)},
+    ),
+    "short factors": ("longrope", {"rope_long_factors": models.LONGROPE.rope_short_factors}),
+    "long ten tokens late": ("longrope", {"rope_original_context": 20, "rope_attention_factor": OWN_FACTOR}),
+    "queries and keys not scaled": ("longrope", {"rope_attention_factor": 1.0}),
+    "unrotated layers rotated": ("longrope", {"pattern": ("full", "full")}),
+    "norms of heads": ("post", {"qk_norm_over": "head"}),
+}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_comparison_catches(fault):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*(("sliding", changes) for changes in FAULTS.values()), *MORE_FAULTS.values()],
+    ids=[*FAULTS, *MORE_FAULTS],
+)
+def test_comparison_catches(name, changes):
     """Planted faults: the tolerance above is tight enough to see each of them."""
-    model = models.SLIDING
+    model = models.ALL[name]
     params, tokens, positions = make(model)
     want = logits_of(model, params, tokens, positions)
-    wrong = logits_of(dataclasses.replace(model, **FAULTS[fault]), params, tokens, positions)
+    wrong = logits_of(dataclasses.replace(model, **changes), params, tokens, positions)
     assert np.abs(wrong - want).max() > 5e-3
 
 
@@ -264,6 +296,52 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
+def test_a_sequence_is_long_by_its_own_length_alone():
+    """Longrope: tokens of one row and of one batch have each their own sequence's factors."""
+    segments = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
+    positions = jnp.array([[0, 1, 2, 0, 1, 0, 0, 0]])
+    assert layers.last_positions(positions, segments).tolist() == [[2, 2, 2, 1, 1, 0, 0, 0]]
+    assert layers.last_positions(positions, None).tolist() == [[2]]
+    model = models.LONGROPE
+    params, tokens, positions = make(model)
+    together = logits_of(model, params, tokens, jnp.stack([positions[0], positions[0] % 8]))
+    alone = logits_of(model, params, tokens[:1], positions[:1])
+    np.testing.assert_allclose(together[:1], alone, atol=1e-5)
+
+
+def test_longrope_in_a_cache_goes_by_its_capacity():
+    """Chunk after chunk gives what the whole sequence does, once the cache's room says that it may become long."""
+    model = models.LONGROPE
+    params, tokens, positions = make(model)
+
+    def in_chunks(capacity, length, chunk):
+        cache = specs.initialize(specs.cache_specs(model, 2, capacity), KEY, jnp.float32)
+        for at in range(0, length, chunk):
+            part, lengths = slice(at, at + chunk), jnp.full(2, at, jnp.int32)
+            hidden, cache, _ = transformer.forward(
+                *(params, tokens[:, part], positions[:, part], model), cache=cache, lengths=lengths, capacity=capacity
+            )
+        return np.asarray(transformer.logits(hidden[:, -1], params, model))
+
+    def whole(length):
+        return logits_of(model, params, tokens[:, :length], positions[:, :length])[:, -1]
+
+    np.testing.assert_allclose(in_chunks(20, 20, 5), whole(20), atol=1e-4)  # the first chunks are short
+    np.testing.assert_allclose(in_chunks(10, 10, 5), whole(10), atol=1e-4)
+    assert np.abs(in_chunks(20, 10, 5) - whole(10)).max() > 1e-2, "a short sequence with room to become long is long"
+
+
+def test_longrope_frequencies():
+    """Phi-3's: every pair's own factor, and √(1 + ln 32 / ln 4096) on queries and keys at 32 times 4096 positions."""
+    model = dataclasses.replace(models.LONGROPE, rope_factor=32.0, rope_original_context=4096)
+    plain, _ = layers.rope_frequencies(dataclasses.replace(model, rope_scaling="none"), "full")
+    np.testing.assert_allclose(plain, 100.0 ** (-np.arange(3) / 3))
+    for long, factors in ((False, model.rope_short_factors), (True, model.rope_long_factors)):
+        scaled, factor = layers.rope_frequencies(model, "full", long)
+        np.testing.assert_allclose(plain / scaled, factors)
+        assert factor == pytest.approx(1.190238, abs=1e-6)
+
+
 def test_initial_values_depend_on_place_alone():
     """Another layer count or a new array changes no other array's initial values."""
     small = specs.initialize(specs.param_specs(models.ROTARY), KEY, jnp.float32)
@@ -287,7 +365,7 @@ def test_spec_tree_matches_parameters():
 
 
 def test_slot_positions_of_a_ring():
-    got = attention_lib._slot_positions(jnp.array([0, 3, 4, 6]), 4)
+    got = decode_slots.slot_positions(jnp.array([0, 3, 4, 6]), 4)
     assert got[0].max() < 0, "an empty row has no key"
     assert got[1, :3].tolist() == [0, 1, 2]
     assert int(got[1, 3]) < 0

@@ -23,6 +23,7 @@ _SIZES = {
     *("experts", "experts_per_token", "norm_eps", "init_std", "embedding_scale", "query_scale", "router_aux_weight"),
     *("rope_theta", "rope_theta_sliding", "rope_scaling", "rope_factor", "rope_original_context"),
     *("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow"),
+    *("rope_dim", "rope_short_factors", "rope_long_factors", "rope_attention_factor"),
 }
 
 closed_form = settings(max_examples=60, deadline=None)  # some milliseconds each
@@ -35,7 +36,7 @@ def _families() -> dict[str, str]:
     for name, model in ARCHITECTURES.items():
         fields = {key: value for key, value in vars(model).items() if key not in _SIZES}
         capped = bool(model.attention_softcap), bool(model.logit_softcap)
-        structure = repr((fields, capped, bool(model.experts), bool(model.rope_theta_sliding)))
+        structure = repr((fields, capped, bool(model.experts), bool(model.rope_theta_sliding), bool(model.rope_dim)))
         if structure not in found.values():
             found[name] = structure
     return found
@@ -129,6 +130,7 @@ def models(draw, families=FAMILIES) -> Architecture:
     """A model of one of these families with other sizes."""
     base = ARCHITECTURES[draw(st.sampled_from(families))]
     kv_heads = draw(st.integers(1, 4))
+    head_dim = draw(st.sampled_from([8, 16, 64]))
     experts = draw(st.integers(2, 6)) if base.experts else 0
     return dataclasses.replace(
         base,
@@ -136,7 +138,8 @@ def models(draw, families=FAMILIES) -> Architecture:
         width=draw(st.sampled_from([16, 48, 128, 200])),
         kv_heads=kv_heads,
         heads=kv_heads * draw(st.integers(1, 3)),
-        head_dim=draw(st.sampled_from([8, 16, 64])),
+        head_dim=head_dim,
+        rope_dim=head_dim // 4 if base.rope_dim else 0,
         mlp_width=draw(st.integers(1, 300)),
         vocab_size=draw(st.integers(2, 1000)),
         window=draw(st.integers(1, 40)) if base.window else 0,

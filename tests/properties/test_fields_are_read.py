@@ -41,6 +41,7 @@ CHANGES = {
     "out_bias": (models.ROTARY, True),
     "mlp_bias": (models.ROTARY, True),
     "qk_norm": (models.ROTARY, True),
+    "qk_norm_over": (models.POST, "head"),
     "tied_embeddings": (models.ROTARY, False),
     "init_std": (models.ROTARY, 0.3),
     "pattern": (models.SLIDING, ("sliding", "sliding", "full")),
@@ -51,6 +52,7 @@ CHANGES = {
     "logit_softcap": (models.SLIDING, 10.0),
     "rope_theta": (models.ROTARY, 5e5),
     "rope_theta_sliding": (models.SLIDING, 200.0),
+    "rope_dim": (models.ROTARY, 6),
     "rope_scaling": (models.SLIDING, "none"),
     "rope_factor": (models.SLIDING, 8.0),
     "rope_original_context": (LLAMA3, 32),
@@ -58,6 +60,9 @@ CHANGES = {
     "rope_high_freq_factor": (LLAMA3, 8.0),
     "rope_beta_fast": (YARN, 2.0),
     "rope_beta_slow": (YARN, 4.0),
+    "rope_short_factors": (models.LONGROPE, (1.0, 1.2, 1.3)),
+    "rope_long_factors": (models.LONGROPE, (1.2, 2.5, 4.0)),
+    "rope_attention_factor": (YARN, 1.5),
     "experts": (models.EXPERTS, 5),
     "experts_per_token": (models.EXPERTS, 1),
     "normalize_routing": (models.EXPERTS, False),
@@ -93,6 +98,7 @@ def test_model_field_is_read(field):
 def test_the_footprint_ignores_what_does_not_matter():
     """A field that the model has no use for changes nothing, so a change above is the field's doing."""
     unused = dataclasses.replace(models.ROTARY, window=3, rope_beta_fast=7.0, experts_per_token=9)
+    unused = dataclasses.replace(unused, qk_norm_over="projection", rope_long_factors=(2.0,))
     assert footprint(unused) == footprint(models.ROTARY)
 
 

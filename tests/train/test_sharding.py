@@ -13,6 +13,7 @@ from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.ledger.device import tree_bytes
 from jaxllm.mesh import Placement
+from jaxllm.model.partition import Partition
 
 # A vocabulary that divides over nothing, so that padding is always there under tensor parallelism; and the usual
 # initial values, because the small models' large ones multiply rounding errors layer by layer.
@@ -40,11 +41,14 @@ def test_20_steps_reach_the_loss_of_one_device(zero, tensor, accumulate):
         ("learned", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 1}),
         ("sliding", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 3}),
         ("experts", {"mesh_data": 2, "mesh_tensor": 2, "mesh_replica": 2, "mesh_zero": 2}),
+        ("post", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 3}),
+        ("longrope", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 2}),
         ("rotary", {"mesh_data": 4, "mesh_replica": 2, "mesh_zero": 3, "train_attention_chunk": 8}),
     ],
 )
 def test_other_models_on_hybrid_meshes(name, axes):
-    """Learned positions and biases; sandwich norms, caps and windows; experts; replicas of shards."""
+    """Learned positions and biases; sandwich norms, caps and windows; experts; norms over the heads of all devices;
+    positions of layers and sequences; replicas of shards."""
     want = one_device(name, 3, 1)
     np.testing.assert_allclose(steps.Run(steps.config(**axes), ALL[name]).losses(3), want, atol=1e-5)
     assert len(set(want)) == 3
@@ -77,6 +81,12 @@ def test_a_forgotten_sum_over_tensor_is_caught(monkeypatch):
     monkeypatch.setattr(gradients, "_reduced", lambda g, layout: g)
     got = steps.Run(steps.config(mesh_tensor=2), ALL["rotary"]).losses(3)
     assert np.abs(np.subtract(got, one_device("rotary", 3, 1))).max() > 1e-4
+
+
+def test_a_norm_over_one_device_s_heads_is_caught(monkeypatch):
+    monkeypatch.setattr(Partition, "head_sum", lambda self, x: x * self.tensor)
+    got = steps.Run(steps.config(mesh_tensor=2), ALL["post"]).losses(3)
+    assert np.abs(np.subtract(got, one_device("post", 3, 1))).max() > 1e-4
 
 
 def bytes_of(config: Config, part: str) -> int:

@@ -107,7 +107,7 @@ def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> Request:
       UserError: a value that its field cannot hold, or no such device.
     """
     values = {field.name: _parsed(field, texts[field.name]) for fields in FORM.values() for field in fields}
-    tree = {section: dict(fields) for section, fields in started["config"].items()}
+    tree = {name: dict(node) if isinstance(node, dict) else node for name, node in started["config"].items()}
     if values["config.model.name"] != tree["model"]["name"]:
         tree["model"] = {}
     for name, value in values.items():

@@ -130,7 +130,7 @@ def _block(setting: Setting) -> Iterator[Held]:
         mlp = {**counts, "scores": 0 if chunked else many["MLP"]}
         attention = {**counts, "scores": many["attention"], "MLP": 0}
     else:
-        norms = 4 if model.norm_placement == "sandwich" else 2
+        norms = 4 if model.norm_placement == "sandwich" else 2  # each on one side of its sub-layer, or on both
         capped = model.attention_softcap > 0
         mlp = {"scores": 3 * pattern + 2 if capped else pattern + 1, "MLP": 3 * pattern + 1}
         mlp["hidden states"] = pattern * (6 + 3 * norms // 2)
@@ -152,5 +152,5 @@ def _block(setting: Setting) -> Iterator[Held]:
         yield rows.row("rows of experts in backward", "activations", BACKWARD, formula, size), []
     if "attn_probs" in again and not chunk:
         size = setting.sequences * length * length * FLOAT32
-        kinds = len({*model.pattern, *model.tail})
+        kinds = len({kind == "sliding" for kind in model.pattern})  # what is not rotated sees what full layers see
         yield rows.row("masks", "activations", BACKWARD, f"{kinds} × {size:,} B", kinds * size), []

@@ -1,0 +1,142 @@
+"""Conversations as documents of ids, the assistant's turns marked: what a model is tuned on.
+
+A line of JSON Lines (plain or .gz or .zst) is one of
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
+    {"prompt": "…", "answer": "…"}        ("completion" and "response" for "answer" are read too)
+
+They are put as the model puts them (`jaxllm.data.turns`) when the source is opened, so that what cannot be put stops
+the run before its first step; the ids are kept in an unnamed temporary file (in $TMPDIR) for as long as it is open.
+"""
+
+import array
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.data.documents import Documents, File
+from jaxllm.data.records import json_lines
+from jaxllm.data.turns import ASSISTANT, Message, Turns, encode
+from jaxllm.errors import UserError
+from jaxllm.interop.text import Text
+
+_ANSWERS = ("answer", "completion", "response")
+_EXPECTED = 'a line is {"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "answer": …}'
+
+
+class Conversations(Documents):
+    """Documents {"name", "tokens": int32 [n], "weights": bool [n], True where the token is the assistant's}.
+
+    One that is longer than a sequence is cut at its right end. One of whose answers nothing is left is left out.
+
+    Args:
+      text: of the model that is trained.
+      sequence_length: most tokens of one, its last target not counted.
+    Raises:
+      UserError: names file:line, and what is wrong there; or no answer is left in any of them.
+    """
+
+    def __init__(self, files: Sequence[File], text: Text, sequence_length: int):
+        self.files, self.length = files, sequence_length
+        self._of_file, self._line = array.array("q"), array.array("q")
+        self._start, self._count = array.array("q"), array.array("q")
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (closed, and so removed, with this object)
+        seen = cut = lost = dropped = 0
+        for n, file in enumerate(files):
+            for number, line, record in json_lines(file):
+                if not line.strip():
+                    continue
+                where = f"{file.path}:{number}"
+                messages = _messages(record, where)
+                try:
+                    made = encode(messages, text)
+                except UserError as error:
+                    raise UserError(f"{where}: {error}") from error
+                kept = _fitted(made, sequence_length + 1)
+                seen, cut, lost = seen + 1, cut + kept.is_cut, lost + kept.lost
+                if not kept.turns.answers[1:].any():
+                    dropped += 1
+                    continue
+                ids, answers = kept.turns
+                self._of_file.append(n)
+                self._line.append(number)
+                self._start.append(self._spool.tell())
+                self._count.append(len(ids))
+                self._spool.write(np.where(answers, ~ids, ids).tobytes())  # an answer's id is stored as −1 − id
+        self._spool.flush()  # before it is read through its descriptor
+        if seen and seen == dropped:
+            raise UserError(
+                f"config.data.sequence_length ({sequence_length}) leaves nothing of any answer in {files[0].path}; "
+                "raise it"
+            )
+        where = ", ".join(file.path for file in files[:2]) + (", …" if len(files) > 2 else "")
+        self.notes = _told(seen, cut, lost, dropped, sequence_length, where)
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        # pread has no file position, which the reading threads would share.
+        stored = np.frombuffer(os.pread(self._spool.fileno(), 4 * self._count[i], self._start[i]), np.int32)
+        return {"name": self.name(i), "tokens": np.where(stored < 0, ~stored, stored), "weights": stored < 0}
+
+    def name(self, i: int) -> str:
+        return f"{self.files[self._of_file[i]].name}:{self._line[i]}"
+
+
+class _Fitted(NamedTuple):
+    """Attributes:
+    turns: what is left.
+    is_cut: whether anything of an answer is missing.
+    lost: answers of which nothing is left.
+    """
+
+    turns: Turns
+    is_cut: bool
+    lost: int
+
+
+def _fitted(made: Turns, most: int) -> _Fitted:
+    """The beginning of a conversation, up to its last answer and of no more than so many tokens."""
+    end = int(np.flatnonzero(made.answers)[-1:].sum()) + 1 if made.answers.any() else 0
+    ids, answers = made.ids[: min(end, most)], made.answers[: min(end, most)]
+    lost = int(made.answers.max(initial=0)) - int(answers[1:].max(initial=0))
+    kept = int(np.flatnonzero(answers)[-1:].sum()) + 1 if answers.any() else 0  # a question alone teaches nothing
+    return _Fitted(Turns(ids[:kept], answers[:kept]), end > most, lost)
+
+
+def _told(seen: int, cut: int, lost: int, dropped: int, length: int, where: str) -> tuple[str, ...]:
+    if not cut and not dropped:
+        return ()
+    return (
+        f"of {seen:,} conversations in {where}, {cut:,} are longer than config.data.sequence_length ({length:,}) and "
+        f"were cut: {lost:,} answers are missing whole, and {dropped:,} conversations have none left and were left out",
+    )
+
+
+def _messages(record: Any, where: str) -> list[Message]:
+    """The messages of a line, each {"role", "content"} of strings, an assistant's among them."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where} is a {type(record).__name__}; {_EXPECTED}")
+    if "messages" in record:
+        messages = record["messages"]
+    else:
+        answer = next((name for name in _ANSWERS if name in record), None)
+        if "prompt" not in record or answer is None:
+            raise UserError(f"{where} has {', '.join(record) or 'no fields'}; {_EXPECTED}")
+        messages = [
+            {"role": "user", "content": record["prompt"]},
+            {"role": ASSISTANT, "content": record[answer]},
+        ]
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{where} has messages that are no list, or an empty one; {_EXPECTED}")
+    for i, message in enumerate(messages, 1):
+        said = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(value, str) for value in said):
+            raise UserError(f"{where}: message {i} has no role and content that are both strings; {_EXPECTED}")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise UserError(f"{where} has no message of the role {ASSISTANT!r}: there is nothing to learn; remove the line")
+    return messages

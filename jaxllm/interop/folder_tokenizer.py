@@ -1,0 +1,103 @@
+"""What a Hugging Face folder says of text: tokenizer, chat template, where a document begins and where a turn ends."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.interop.tokenizer import FileTokenizer, Tokenizer
+
+# What an export takes along. The model's own files are not among them.
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+
+
+def read(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The fields of `Pretrained` that are about text.
+
+    Args:
+      config: the model's config.json.
+      vocab_size: of the model.
+    Raises:
+      UserError: a tokenizer.json that is none.
+    """
+    settings = _table(folder / "tokenizer_config.json")
+    special = _special(_table(folder / "special_tokens_map.json") | settings)
+    path = folder / "tokenizer.json"
+    tokenizer = FileTokenizer(path) if path.is_file() else None
+    if tokenizer is not None:
+        _set_bos(tokenizer, settings, special)
+        if not tokenizer.byte_lengths()[vocab_size:].any():  # marks for images, in a model that has none
+            tokenizer.vocab_size = min(tokenizer.vocab_size, vocab_size)
+    return {
+        "tokenizer": tokenizer,
+        "chat_template": _template(folder, settings),
+        "special": special,
+        "end_ids": _end_ids(folder, config, tokenizer, special, vocab_size),
+        "tokenizer_files": tuple(folder / name for name in FILES if (folder / name).is_file()),
+    }
+
+
+def _table(path: pathlib.Path) -> dict[str, Any]:
+    """A table in a file that need not be there."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _special(values: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> how it is written, of the special tokens that templates know by name."""
+    found = {}
+    for name, value in values.items():
+        written = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(written, str):
+            found[name] = written
+    return found
+
+
+def _set_bos(tokenizer: FileTokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """The settings say whether documents begin with a token; where they do not, tokenizer.json does."""
+    adds = settings.get("add_bos_token")
+    if adds is False:
+        tokenizer.bos_id = None
+    elif adds is True and tokenizer.bos_id is None:
+        tokenizer.bos_id = _id_of(tokenizer, special.get("bos_token"))
+
+
+def _id_of(tokenizer: Tokenizer, written: str | None) -> int | None:
+    """The id of a special token; None where the text is not one token."""
+    ids = tokenizer.encode(written, special=True).tolist() if written else []
+    return ids[0] if len(ids) == 1 else None
+
+
+def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    found = settings.get("chat_template") or _table(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _end_ids(
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    special: Mapping[str, str],
+    vocab_size: int,
+) -> tuple[int, ...]:
+    """Those that the settings for generation name, or else the model's; then the tokenizer's own end of a turn."""
+    text = config.get("text_config") or {}
+    sources = (_table(folder / "generation_config.json"), config, text if isinstance(text, dict) else {})
+    named: Any = next((ids for ids in (source.get("eos_token_id") for source in sources) if ids is not None), [])
+    ids = list(named) if isinstance(named, list) else [named]
+    if tokenizer is not None:
+        ids.append(_id_of(tokenizer, special.get("eos_token")))
+        ids += [] if any(i is not None for i in ids) else tokenizer.end_ids
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))

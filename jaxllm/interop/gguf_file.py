@@ -1,0 +1,141 @@
+"""A GGUF file as named values and named tensors; a model split over several files too.
+
+A quantised tensor is dequantised, by the `gguf` package, when it is read: there is never more than one in memory beside
+what is made of it.
+"""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import ml_dtypes
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxllm.errors import UserError
+from jaxllm.interop import gguf_header
+from jaxllm.interop.gguf_header import Extent, Header
+
+# Types whose bytes are the numbers: read as they are.
+_PLAIN = {
+    GGMLQuantizationType.F32: np.dtype(np.float32),
+    GGMLQuantizationType.F16: np.dtype(np.float16),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+# Blocks of a row with scales of their own.
+_BLOCKS = (
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q5_0,
+    GGMLQuantizationType.Q5_1,
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q2_K,
+    GGMLQuantizationType.Q3_K,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
+)
+T = TypeVar("T")
+
+
+class Metadata:
+    """The named values of a file, with an account of those that were asked for.
+
+    Attributes:
+      where: the file, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self._values = values
+        self._asked: set[str] = set()
+        self.where = where
+
+    def need(self, key: str, kind: type[T]) -> T:
+        """A value that must be there.
+
+        Raises:
+          UserError: it is not, or of another kind.
+        """
+        value = self.get(key, kind)
+        if value is None:
+            raise UserError(f"{self.where} has no {key}; convert the model again with a current llama.cpp")
+        return value
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """A value; None where the file does not have it.
+
+        Raises:
+          UserError: it is of another kind.
+        """
+        self._asked.add(key)
+        value: Any = self._values.get(key)
+        if value is not None and type(value) is not kind and not (kind is float and type(value) is int):
+            raise UserError(
+                f"{self.where}: {key} is {value!r:.60}, not of type {kind.__name__}; the file is damaged, or its "
+                "converter does not keep to GGUF"
+            )
+        return cast(T | None, value)
+
+    def raw(self, key: str) -> Any:
+        """A value of any kind; None where the file does not have it."""
+        self._asked.add(key)
+        return self._values.get(key)
+
+    def unasked(self, prefix: str) -> list[str]:
+        """Keys under a prefix that nothing has asked for, sorted."""
+        return sorted(key for key in self._values if key.startswith(prefix) and key not in self._asked)
+
+
+class TensorFile:
+    """The tensors of a model by name, read one at a time.
+
+    Attributes:
+      shapes: of each tensor, rows first.
+      metadata: the named values of the (first) file.
+    """
+
+    def __init__(self, headers: Sequence[Header], where: str):
+        self._tensors: dict[str, tuple[Header, Extent]] = {}
+        for header in headers:
+            for name, extent in header.tensors.items():
+                if name in self._tensors:
+                    raise UserError(f"{where}: tensor {name} is in two of its files; they do not belong together")
+                if extent.kind not in _PLAIN and extent.kind not in _BLOCKS:
+                    known = ", ".join(kind.name for kind in (*_PLAIN, *_BLOCKS))
+                    raise UserError(f"{where}: {name} is {extent.kind.name}, which is not read; use a file of {known}")
+                self._tensors[name] = header, extent
+        self.shapes = {name: extent.shape for name, (_, extent) in self._tensors.items()}
+        self.metadata = Metadata(headers[0].values, where)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor: a view of the file where its bytes are the numbers, else float32."""
+        header, extent = self._tensors[name]
+        data = np.frombuffer(header.data, np.uint8, extent.nbytes, extent.start)
+        if extent.kind in _PLAIN:
+            return data.view(_PLAIN[extent.kind]).reshape(extent.shape)
+        rows = data.reshape(*extent.shape[:-1], -1)
+        return dequantize(rows, extent.kind).reshape(extent.shape)
+
+    def kind(self, name: str) -> str:
+        """How a tensor is stored: "F16", "Q4_K" …"""
+        return self._tensors[name][1].kind.name
+
+
+def open_tensors(path: str | pathlib.Path) -> TensorFile:
+    """Opens a model's file, or the first of several ("…-00001-of-00003.gguf"), without reading its tensors.
+
+    Raises:
+      UserError: not a whole GGUF file, one of the set is missing, or there are types that are not read.
+    """
+    path = pathlib.Path(path)
+    headers = [gguf_header.read(path)]
+    total = headers[0].values.get("split.count", 1)
+    if total > 1:
+        match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
+        if not match or int(match[2]) != total:
+            raise UserError(f"{path} is one of {total} files; give the first, NAME-00001-of-{total:05d}.gguf")
+        names = [f"{match[1]}-{number:05d}-of-{total:05d}.gguf" for number in range(2, total + 1)]
+        headers += [gguf_header.read(path.with_name(name)) for name in names]
+    return TensorFile(headers, str(path))

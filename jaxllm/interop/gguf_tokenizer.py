@@ -1,0 +1,173 @@
+"""The tokenizer of a GGUF file: a tokenizer.json is made of its tokens, and the `tokenizers` library does the rest.
+
+Source: llama.cpp's src/llama-vocab.cpp, for what each key means and what holds where one is missing.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm.interop.gguf_file import Metadata
+from jaxllm.interop.gguf_splitting import BY_NAME
+from jaxllm.interop.tokenizer import JsonTokenizer
+
+# tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# Keys that change no id of a text, and no text of an id.
+_HARMLESS = (
+    *("unknown_token_id", "padding_token_id", "seperator_token_id", "mask_token_id", "cls_token_id"),
+    "token_type_count",
+    *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
+    *("prefix_token_id", "suffix_token_id", "middle_token_id"),
+    *("add_eos_token", "add_sep_token"),  # of texts that are whole; what is given here is to be continued
+)
+
+
+def read(metadata: Metadata) -> JsonTokenizer:
+    """The tokenizer of a file.
+
+    Raises:
+      UserError: a kind, or a way of splitting words, that is not known; or damaged.
+    """
+    where = metadata.where
+    kind = metadata.need("tokenizer.ggml.model", str)
+    if kind not in ("gpt2", "llama"):
+        raise UserError(
+            f"{where} has a tokenizer of kind {kind!r}, which is not read; those that are: gpt2 (byte-level BPE) and "
+            "llama (SentencePiece BPE)"
+        )
+    tokens: list[str] = metadata.need("tokenizer.ggml.tokens", list)
+    types: list[int] = metadata.get("tokenizer.ggml.token_type", list) or [NORMAL] * len(tokens)
+    if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise UserError(f"{where} has {len(types)} token types for {len(tokens)} tokens, or one twice; fetch it again")
+    parts = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, types)
+    begin = _special_id(metadata, "bos", len(tokens), 1 if kind == "llama" else None)
+    begins = metadata.get("tokenizer.ggml.add_bos_token", bool)
+    if begins is None:
+        begins = kind == "llama" or BY_NAME[_name(metadata)].begins
+    if begins and begin is None:
+        raise UserError(f"{where} wants a begin token and has no tokenizer.ggml.bos_token_id; convert the model again")
+    ends = [_special_id(metadata, "eos", len(tokens), 2 if kind == "llama" else None)]
+    ends += [_special_id(metadata, name, len(tokens), None) for name in ("eot", "eom")]
+    metadata.raw("tokenizer.ggml.pre")
+    for key in _HARMLESS:
+        metadata.raw(f"tokenizer.ggml.{key}")
+    unknown = metadata.unasked("tokenizer.ggml.")
+    if unknown:
+        keys = ", ".join(unknown)
+        raise UserError(f"{where} has {keys}, of which this reader knows nothing; ids might come out wrong")
+    content = parts | {
+        "version": "1.0",
+        "added_tokens": _added(tokens, types),
+        "post_processor": _begin_with(tokens[begin], begin) if begins and begin is not None else None,
+    }
+    return JsonTokenizer(json.dumps(content), where, [end for end in ends if end is not None])
+
+
+def special_names(metadata: Metadata) -> dict[str, str]:
+    """How the special tokens that a chat template may ask for are written: {"bos_token": "<s>", …}."""
+    tokens = metadata.need("tokenizer.ggml.tokens", list)
+    kinds = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    found = {name: _special_id(metadata, kind, len(tokens), None) for kind, name in kinds.items()}
+    return {name: tokens[i] for name, i in found.items() if i is not None}
+
+
+def _name(metadata: Metadata) -> str:
+    """The name of the pre-tokenizer; one that stands for no known way of splitting stops the import."""
+    name = metadata.get("tokenizer.ggml.pre", str)
+    if name not in BY_NAME:
+        what = f"tokenizer.ggml.pre = {name!r}, which is not known" if name else "no tokenizer.ggml.pre"
+        fix = f"known are {', '.join(BY_NAME)}" if name else "convert the model again with a current llama.cpp"
+        raise UserError(f"{metadata.where} has {what}: words would be split wrongly and the model write worse; {fix}")
+    return name
+
+
+def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
+    splitting = BY_NAME[_name(metadata)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    # The space that parts a merge is never its first character.
+    pairs = [(m[:at], m[at + 1 :]) for m in metadata.need("tokenizer.ggml.merges", list) if (at := m.find(" ", 1)) > 0]
+    merges = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary and "".join(pair) in vocabulary]
+    metadata.raw("tokenizer.ggml.add_space_prefix")  # of the other kind
+    metadata.raw("tokenizer.ggml.scores")
+    return {
+        "normalizer": None,
+        "pre_tokenizer": splitting.to_json(),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "ignore_merges": splitting.whole_words, "vocab": vocabulary, "merges": merges},
+    }
+
+
+def _sentencepiece(metadata: Metadata, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
+    scores = metadata.need("tokenizer.ggml.scores", list)
+    if len(scores) != len(tokens):
+        raise UserError(f"{metadata.where} has {len(scores)} scores for {len(tokens)} tokens; fetch it again")
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", bool):
+        raise UserError(f"{metadata.where}: tokenizer.ggml.remove_extra_whitespaces is not read; use another file")
+    unknown = _special_id(metadata, "unknown", len(tokens), 0)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool)
+    prefix = True if prefix is None else prefix
+    prepend = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    space = {"pattern": {"String": " "}, "content": "▁"}
+    back = {"pattern": {"String": "▁"}, "content": " "}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prepend, {"type": "Replace", **space}]},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", **back}, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": _merges(tokens, types, scores),
+        },
+    }
+
+
+def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece BPE, which has none: of all neighbours that make a piece, the best piece is made.
+
+    So every way of parting a piece into two pieces is a merge, and it comes as early as its piece's score is high.
+    """
+    parts_of_text = (NORMAL, USER_DEFINED, UNUSED)
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in parts_of_text}
+    best_first = sorted((i for i, kind in enumerate(types) if kind in parts_of_text), key=lambda i: -scores[i])
+    return [
+        (token[:at], token[at:])
+        for token in (tokens[i] for i in best_first)
+        for at in range(1, len(token))
+        if token[:at] in pieces and token[at:] in pieces
+    ]
+
+
+def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
+    """Tokens that are found in a text before anything else: special ones, and those of the model's makers."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": i, "content": token, "special": kind != USER_DEFINED, **plain}
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED) and token
+    ]
+
+
+def _begin_with(token: str, i: int) -> dict[str, Any]:
+    begin, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    other = {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, begin | {"SpecialToken": {"id": token, "type_id": 1}}, other],
+        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
+    }
+
+
+def _special_id(metadata: Metadata, name: str, count: int, default: int | None) -> int | None:
+    """A special token's id; the default where it has none or, as in some files, one past the vocabulary."""
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id", int)
+    return found if found is not None and 0 <= found < count else default

@@ -1,0 +1,138 @@
+"""A tokenizer as the keys of a GGUF file, such that llama.cpp makes the same ids of a text.
+
+Source: llama.cpp's src/llama-vocab.cpp. GGUF has no normalizer: NFC, which Qwen's tokenizer.json has, is left out, as
+llama.cpp's own converter does; text that is composed already is not touched by it.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm.interop import gguf_splitting, gguf_tokenizer
+from jaxllm.interop.gguf_file import Metadata
+from jaxllm.interop.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from jaxllm.interop.tokenizer import END_NAMES, ByteTokenizer, JsonTokenizer, Tokenizer, byte_alphabet
+
+# What is compared after writing: accents, dashes, digits, symbols, scripts, code, white space.
+_PROBE = (
+    "Ça coûte 1234.5 € — “naïve” café, isn't it? I'LL see…\n\n\tif x == 10:\n        return {'a': [1, 22, 333]}  # ok\n"
+    "日本語のテキスト。 Привет мир! 🔥👩‍💻 a  b   c    d\r\n<|x|> __init__ HTTPServer"
+)
+
+
+def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, str]) -> dict[str, Any]:
+    """The `tokenizer.ggml` keys.
+
+    Args:
+      tokenizer: None is a file without one.
+      vocab_size: of the model; ids that the tokenizer has not are filled up.
+      special: how special tokens are written, by a chat template's names for them.
+    Raises:
+      UserError: a tokenizer that GGUF has no words for.
+    """
+    if tokenizer is None:
+        return {"tokenizer.ggml.model": "none"}
+    if isinstance(tokenizer, ByteTokenizer):
+        made, tokens, types = _bytes()
+    elif isinstance(tokenizer, JsonTokenizer):
+        made, tokens, types = _from_json(json.loads(tokenizer.to_json()), tokenizer.vocab_size)
+    else:
+        raise UserError(f"a {type(tokenizer).__name__} cannot be written to GGUF; convert to safetensors")
+    if len(tokens) > vocab_size:
+        raise UserError(f"the tokenizer has {len(tokens)} ids and the model's vocab_size is {vocab_size}")
+    made |= _ids(tokenizer, tokens, special)
+    made["tokenizer.ggml.tokens"] = tokens + [f"[PAD{i}]" for i in range(len(tokens), vocab_size)]
+    made["tokenizer.ggml.token_type"] = types + [UNUSED] * (vocab_size - len(tokens))
+    if "tokenizer.ggml.scores" in made:
+        made["tokenizer.ggml.scores"] += [_LAST] * (vocab_size - len(tokens))
+    again = gguf_tokenizer.read(Metadata(made, "the tokenizer as GGUF"))
+    if again.encode(_PROBE).tolist() != tokenizer.encode(_PROBE).tolist():
+        raise UserError(
+            "the tokenizer makes other ids by GGUF's rules; convert to safetensors, which keeps it as it is"
+        )
+    return {key: value for key, value in made.items() if key != "tokenizer.ggml.merges" or value}
+
+
+_LAST = -1e9  # a score after all others
+
+
+def _ids(tokenizer: Tokenizer, tokens: list[str], special: Mapping[str, str]) -> dict[str, Any]:
+    by_token = {token: i for i, token in enumerate(tokens)}
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: by_token[special[key]] for key, name in names.items() if special.get(key) in by_token}
+    if tokenizer.bos_id is not None:
+        found["bos"] = tokenizer.bos_id
+    if tokenizer.end_ids:
+        found["eos"] = tokenizer.end_ids[0]
+        # Others are known by name, or have a key.
+        unnamed = [i for i in tokenizer.end_ids[1:] if tokens[i] not in END_NAMES]
+        found |= dict(zip(("eot", "eom"), unnamed, strict=False))
+    made: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in found.items()}
+    return made | {"tokenizer.ggml.add_bos_token": tokenizer.bos_id is not None}
+
+
+def _bytes() -> tuple[dict[str, Any], list[str], list[int]]:
+    """Every byte a token. llama.cpp wants merges: there is one, of two bytes that are in no UTF-8 text."""
+    alphabet = {value: char for char, value in byte_alphabet().items()}
+    tokens = [alphabet[value] for value in range(256)] + ["<|endoftext|>"]
+    made = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.merges": [f"{alphabet[0xFF]} {alphabet[0xFF]}"],
+    }
+    return made, tokens, [NORMAL] * 256 + [CONTROL]
+
+
+def _from_json(content: dict[str, Any], count: int) -> tuple[dict[str, Any], list[str], list[int]]:
+    model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}
+    if model["type"] != "BPE":
+        raise UserError(f"the tokenizer is a {model['type']}, and GGUF has BPE; convert to safetensors")
+    tokens = {i: token for token, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
+    names = [tokens.get(i, f"[PAD{i}]") for i in range(count)]
+    marks = json.dumps(content["normalizer"] or content["pre_tokenizer"], ensure_ascii=False)
+    spaces = bool(model.get("byte_fallback")) and "▁" in marks
+    types = [_type(i, name, added, model if spaces else {}) if i in tokens else UNUSED for i, name in enumerate(names)]
+    made = _sentencepiece(content, names) if spaces else _byte_level(content)
+    return made, names, types
+
+
+def _type(i: int, name: str, added: Mapping[int, dict[str, Any]], sentencepiece: Mapping[str, Any]) -> int:
+    if sentencepiece and name == sentencepiece.get("unk_token"):
+        return UNKNOWN
+    if i in added:
+        return CONTROL if added[i]["special"] else USER_DEFINED
+    return BYTE if sentencepiece and len(name) == 6 and name.startswith("<0x") else NORMAL
+
+
+def _byte_level(content: dict[str, Any]) -> dict[str, Any]:
+    if content["normalizer"] not in (None, {"type": "NFC"}):
+        raise UserError(f"the tokenizer has a normalizer ({content['normalizer']!r:.60}), and GGUF has none")
+    name = gguf_splitting.name_of(content["pre_tokenizer"], bool(content["model"].get("ignore_merges")))
+    if name is None:
+        raise UserError("the tokenizer splits words in a way that has no name in GGUF; convert to safetensors")
+    merges = content["model"]["merges"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+    }
+
+
+def _sentencepiece(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """A piece's score is how early it is merged."""
+    steps = content["normalizer"] or content["pre_tokenizer"]
+    steps = steps.get("normalizers") or steps.get("pretokenizers") or [steps]
+    known = {"Prepend", "Replace", "Metaspace"}
+    if {step["type"] for step in steps} - known or (content["normalizer"] and content["pre_tokenizer"]):
+        raise UserError("the tokenizer changes its text in a way that has no name in GGUF; convert to safetensors")
+    prefix = any(step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps)
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(content["model"]["merges"]):
+        ranks.setdefault("".join(merge.split(" ", 1) if isinstance(merge, str) else merge), rank)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": prefix,
+        "tokenizer.ggml.scores": [float(-ranks[name]) if name in ranks else _LAST for name in names],
+    }

@@ -1,0 +1,178 @@
+"""Rotary positions in a config.json, in all spellings, and back.
+
+`rope_theta` and `rope_scaling` stand alone in older files; `rope_parameters` has both in newer ones, and one such table
+for each kind of layer where they differ. A table's kind is its `rope_type`, or `type` in the oldest.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.config import Architecture
+from jaxllm.errors import UserError
+from jaxllm.interop.config_fields import Fields
+
+Known = Mapping[str, Any]
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """What a family takes where its files say nothing, and what else it can say.
+
+    Attributes:
+      theta: the base.
+      sliding: the base of sliding layers, which are not scaled; 0: they are like the others.
+      partial: whether files may rotate a part of each head only.
+      original: context before scaling, which such a family's files have beside the table; 0: they have it in it.
+      aliases: other names that the family has for kinds of scaling.
+    """
+
+    theta: float
+    sliding: float = 0.0
+    partial: bool = False
+    original: int = 0
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def read(self, fields: Fields, known: Known) -> dict[str, Any]:
+        """The fields of Architecture that say how positions turn queries and keys.
+
+        Args:
+          known: fields of Architecture that have been read: context_length, head_dim.
+        Raises:
+          UserError: a kind of scaling that there is no model for; names the kinds that there are.
+        """
+        table = _table(fields)
+        base = fields.value("rope_theta", self.theta)
+        if self.sliding:
+            return self._read_both(fields, known, table, base)
+        if _FULL in table or _SLIDING in table:
+            raise UserError(
+                f"{fields.where}: rope_parameters differ by kind of layer, which jaxllm has no model for in this family"
+            )
+        part = fields.value("partial_rotary_factor", 1.0)
+        original = fields.value("original_max_position_embeddings", self.original)
+        return self._read_one(Fields(table, f"{fields.where}: rope_scaling"), known, base, part, original)
+
+    def _read_both(self, fields: Fields, known: Known, table: dict[str, Any], base: float) -> dict[str, Any]:
+        local, full, sliding = fields.value("rope_local_base_freq", self.sliding), table, {}
+        if _FULL in table or _SLIDING in table:
+            both = Fields(table, f"{fields.where}: rope_parameters")
+            full, sliding = both.value(_FULL, {}), both.value(_SLIDING, {})
+            both.finish(neutral=False)
+        told = self._read_one(Fields(sliding, f"{fields.where}: rope_parameters.{_SLIDING}"), known, local, 1.0, 0)
+        if "rope_scaling" in told:
+            raise UserError(f"{fields.where}: sliding layers have scaled positions, which jaxllm has no model for")
+        scaled = self._read_one(Fields(full, f"{fields.where}: rope_scaling"), known, base, 1.0, 0)
+        return scaled | {"rope_theta_sliding": told["rope_theta"]}
+
+    def _read_one(self, table: Fields, known: Known, theta: float, part: float, original: int) -> dict[str, Any]:
+        """One kind of layer's.
+
+        Args:
+          theta, part, original: what the file says beside the table, or what the family takes.
+        """
+        kind = table.value("rope_type", "default", "type")
+        kind = self.aliases.get(kind, kind)
+        rope: dict[str, Any] = {"rope_theta": table.value("rope_theta", theta)}
+        part = table.value("partial_rotary_factor", part)
+        if part != 1.0:
+            if not self.partial:
+                raise UserError(
+                    f"{table.where}: partial_rotary_factor is {part}, which jaxllm has no model for in this family"
+                )
+            rope["rope_dim"] = int(known["head_dim"] * part)
+        if kind in ("llama3", "yarn", "longrope"):
+            context = table.value("original_max_position_embeddings", known["context_length"])
+            rope["rope_original_context"] = original or context
+        if kind == "linear":
+            rope["rope_factor"] = _factor(table)
+        elif kind == "llama3":
+            rope |= {
+                "rope_factor": _factor(table),
+                "rope_low_freq_factor": table.value("low_freq_factor", 1.0),
+                "rope_high_freq_factor": table.value("high_freq_factor", 4.0),
+            }
+        elif kind == "yarn":
+            rope |= _yarn(table, known["context_length"] / rope["rope_original_context"])
+        elif kind == "longrope":
+            rope |= _longrope(table, known["context_length"] / rope["rope_original_context"])
+        elif kind != "default":
+            told = ", ".join(_KINDS)
+            raise UserError(f"{table.where} is of type {kind!r}, which jaxllm has no model for; it can do {told}")
+        table.finish(neutral=False)
+        return rope if kind == "default" else rope | {"rope_scaling": kind}
+
+    def write(self, model: Architecture) -> dict[str, Any]:
+        """The inverse of `read`, as releases before transformers 5 spell it, which later ones read as well."""
+        told: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": _written(model)}
+        if self.sliding:
+            told["rope_local_base_freq"] = model.rope_theta_sliding
+        if self.partial:
+            told["partial_rotary_factor"] = model.rotated / model.head_dim
+        if self.original:
+            told["original_max_position_embeddings"] = model.rope_original_context or model.context_length
+        return told
+
+
+def _table(fields: Fields) -> dict[str, Any]:
+    """The one table that says it all; empty where there is none."""
+    old, new = fields.value("rope_scaling", {}), fields.value("rope_parameters", {})
+    if old and new and old != new:
+        raise UserError(
+            f"{fields.where}: rope_scaling and rope_parameters contradict each other; use the file of one release"
+        )
+    return dict(new or old)
+
+
+def _factor(table: Fields) -> float:
+    factor = table.value("factor", 0.0)
+    if factor <= 0:
+        raise UserError(f"{table.where} has no factor, or one that is not positive; use the file of one release")
+    return factor
+
+
+def _yarn(table: Fields, ratio: float) -> dict[str, Any]:
+    factor = table.value("factor", ratio)
+    scales = [table.value(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    attention = table.value("attention_factor", 0.0)
+    if all(scales) and not attention:
+        above, below = (0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0 for scale in scales)
+        attention = above / below
+    table.only("truncate", True)
+    return {
+        "rope_factor": factor,
+        "rope_beta_fast": table.value("beta_fast", 32.0),
+        "rope_beta_slow": table.value("beta_slow", 1.0),
+        "rope_attention_factor": attention,
+    }
+
+
+def _longrope(table: Fields, ratio: float) -> dict[str, Any]:
+    short, long = (tuple(map(float, table.value(name, []))) for name in ("short_factor", "long_factor"))
+    return {
+        "rope_factor": table.value("factor", ratio),
+        "rope_short_factors": short,
+        "rope_long_factors": long,
+        "rope_attention_factor": table.value("attention_factor", 0.0),
+    }
+
+
+def _written(model: Architecture) -> dict[str, Any] | None:
+    kind = model.rope_scaling
+    if kind == "none":
+        return None
+    table: dict[str, Any] = {"rope_type": kind, "factor": model.rope_factor}
+    if kind in ("llama3", "yarn", "longrope"):
+        table["original_max_position_embeddings"] = model.rope_original_context
+    if kind == "llama3":
+        table |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
+    if kind == "yarn":
+        table |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+    if kind == "longrope":
+        table |= {"short_factor": list(model.rope_short_factors), "long_factor": list(model.rope_long_factors)}
+    if kind in ("yarn", "longrope") and model.rope_attention_factor:
+        table["attention_factor"] = model.rope_attention_factor
+    return table

@@ -1,0 +1,224 @@
+"""Tensors of a folder of safetensors files by name, as views of the files; and such folders, written one by one.
+
+The format: 8 bytes, the length of a JSON header, little-endian; the header, {name: {dtype, shape, data_offsets}}; the
+numbers, row by row. A checkpoint of several files has an index that tells the file of each tensor. Source: the README
+of the safetensors project. Its own library is not used for this, as it has no bfloat16 for NumPy in all of the versions
+that we take, and reads and writes whole tensors: of a file mapped into memory a device's share can be read alone.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+ALONE = "model.safetensors"
+# The format's names of what weights may be; what else it has (integers, float8) is no weight that computes as it is.
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+# Longer headers are refused by the format's own library.
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: bytes `begin` to `end` of a file."""
+
+    file: pathlib.Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFiles:
+    """The tensors of a checkpoint, every file of it checked and none of the numbers read.
+
+    Args:
+      folder: with an index and the files it names, or with `model.safetensors`.
+    Raises:
+      UserError: a file that is missing, cut off or not of the format, a tensor that is not where the index says it is.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.entries: dict[str, Entry] = {}
+        files = _indexed(folder) if (folder / INDEX).is_file() else {_alone(folder): None}
+        for path, listed in files.items():
+            found = read_header(path)
+            if listed is not None:
+                _compare(path, listed, set(found))
+            self.entries |= found
+        self._maps: dict[pathlib.Path, np.memmap] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.entries[name].shape
+
+    def dtype(self) -> np.dtype:
+        """The narrowest that holds all of the tensors."""
+        found = {np.dtype(_DTYPES[entry.dtype]) for entry in self.entries.values() if entry.dtype in _DTYPES}
+        return found.pop() if len(found) == 1 else np.dtype(np.float32)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, as a view of its file.
+
+        Raises:
+          UserError: its numbers are not floating-point ones.
+        """
+        entry = self.entries[name]
+        if entry.dtype not in _DTYPES:
+            raise UserError(
+                f"{entry.file}: {name} has dtype {entry.dtype}, which is no plain floating-point one "
+                f"({', '.join(_DTYPES)}); use a checkpoint that is not quantized"
+            )
+        if entry.file not in self._maps:
+            self._maps[entry.file] = np.memmap(entry.file, np.uint8, mode="r")
+        return np.ndarray(entry.shape, _DTYPES[entry.dtype], self._maps[entry.file], entry.begin)
+
+
+def read_header(path: pathlib.Path) -> dict[str, Entry]:
+    """The tensors that a file says it has, and has.
+
+    Raises:
+      UserError: the file is missing, cut off, or not of the format; names the tensor whose numbers are not all there.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise UserError(
+                    f"{path} is cut off in its header, or no safetensors file ({size:,} bytes); download it again"
+                )
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries = {
+            name: Entry(
+                path,
+                str(told["dtype"]),
+                tuple(int(n) for n in told["shape"]),
+                *(8 + length + int(offset) for offset in told["data_offsets"]),
+            )
+            for name, told in header.items()
+        }
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); download it again") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} has a header that is not of safetensors; download it again") from error
+    for name, entry in entries.items():
+        if entry.end > size:
+            raise UserError(
+                f"{path} is cut off: {name} ends at byte {entry.end:,} and the file has {size:,}; download it again"
+            )
+        dtype = _DTYPES.get(entry.dtype)
+        wanted = None if dtype is None else int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if entry.begin > entry.end or wanted not in (None, entry.end - entry.begin):
+            raise UserError(
+                f"{path}: {name} {entry.dtype}{list(entry.shape)} has {entry.end - entry.begin:,} bytes in place of "
+                f"{wanted:,}; download it again"
+            )
+    return entries
+
+
+def _alone(folder: pathlib.Path) -> pathlib.Path:
+    path = folder / ALONE
+    if not path.is_file():
+        others = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
+        has = f"; it has {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
+        raise UserError(f"{folder} has no {ALONE} and no {INDEX}{has}; give a folder of safetensors, with its index")
+    return path
+
+
+def _indexed(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
+    """File -> tensors that the index places in it."""
+    try:
+        placed = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+        files: dict[pathlib.Path, set[str] | None] = {}
+        for name, file in placed.items():
+            files.setdefault(folder / file, set()).add(name)  # type: ignore[union-attr]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder / INDEX} is not an index of safetensors files; download it again") from error
+    for path, names in files.items():
+        if not path.is_file():
+            assert names
+            raise UserError(
+                f"{path} is missing, in which {INDEX} has {len(names)} tensors, {min(names)} among them; download it"
+            )
+    return files
+
+
+def _compare(path: pathlib.Path, listed: set[str], found: set[str]) -> None:
+    gone, more = sorted(listed - found), sorted(found - listed)
+    if gone or more:
+        parts = [f"{INDEX} has {', '.join(gone)} in it, and it has not"] * bool(gone)
+        parts += [f"it has {', '.join(more)}, and {INDEX} not"] * bool(more)
+        raise UserError(f"{path}: {'; '.join(parts)}; use the index and the files of one release")
+
+
+def write(
+    folder: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    shard_bytes: int,
+) -> None:
+    """A checkpoint's files, with an index where there are several; beside the parameters there is one tensor at a time.
+
+    Args:
+      folder: that exists.
+      shapes: of all tensors, in the order in which they come.
+      dtype: of all of them.
+      tensors: (name, numbers).
+      shard_bytes: a file has no more bytes of numbers, unless it has one tensor alone.
+    """
+    shards = _shards({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, shard_bytes)
+    alone = len(shards) == 1
+    files = [ALONE if alone else f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    coming = iter(tensors)
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {name: shapes[name] for name in names}, dtype, coming)
+    assert next(coming, None) is None, "more tensors than shapes"
+    if not alone:
+        placed = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names, cut where the next tensor would make a file too large."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _write_file(
+    path: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterator[tuple[str, np.ndarray]],
+) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    at = 0
+    for name, shape in shapes.items():
+        size = int(np.prod(shape)) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            given, numbers = next(tensors)
+            assert (given, numbers.shape) == (name, shape), (given, numbers.shape, name, shape)
+            file.write(np.ascontiguousarray(numbers, dtype).reshape(-1).view(np.uint8).data)

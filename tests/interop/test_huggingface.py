@@ -1,0 +1,238 @@
+"""Folders: opened and written, every tensor accounted for, and what stands beside the weights."""
+
+import json
+
+import folders
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from huggingface_hub import errors
+
+from jaxllm.errors import UserError
+from jaxllm.interop import families, hub, huggingface, opening, safetensors_files
+from jaxllm.interop.opening import open_model
+from jaxllm.interop.safetensors_files import ALONE, INDEX, TensorFiles
+
+FAMILY = "llama"
+MODEL = folders.FAMILIES[FAMILY]
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), a, b))
+
+
+def rewrite(folder, change):
+    """The folder's tensors, with a function's changes."""
+    files = TensorFiles(folder)
+    tensors = {name: np.array(files.read(name)) for name in files.entries}
+    dtype = files.dtype()
+    change(tensors)
+    (folder / ALONE).unlink()
+    shapes = {name: x.shape for name, x in tensors.items()}
+    safetensors_files.write(folder, shapes, dtype, tensors.items(), 1 << 40)
+
+
+@pytest.mark.parametrize("family", sorted(folders.FAMILIES))
+@pytest.mark.parametrize("shard_bytes", [5000, 1 << 40])
+def test_folder_and_back(tmp_path, family, shard_bytes):
+    model = folders.FAMILIES[family]
+    tree = folders.random_tree(model)
+    folder = folders.write(tmp_path / "m", model, tree, family, shard_bytes)
+    assert (folder / INDEX).is_file() == (shard_bytes == 5000)
+    opened = open_model(str(folder))
+    assert (opened.family, opened.stored, opened.end_ids) == (family, ml_dtypes.bfloat16, (1, 2))
+    assert families.canonical(opened.model) == families.canonical(model)
+    found = opened.load(ml_dtypes.bfloat16)
+    if opened.model.pattern == model.pattern:
+        assert equal(found, tree)
+    again = folders.write(tmp_path / "again", opened.model, found, family, shard_bytes)
+    for file in sorted(path.name for path in folder.iterdir()):
+        assert (folder / file).read_bytes() == (again / file).read_bytes(), file
+
+
+def test_names_of_base_models_and_of_old_releases(tmp_path):
+    """Without what stands before the names; with the constants that old releases wrote beside the weights."""
+    model = folders.FAMILIES["gpt2"]
+    tree = folders.random_tree(model, np.float32)
+    folder = folders.write(tmp_path / "m", model, tree, "gpt2")
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in range(model.layers):
+            tensors[f"h.{layer}.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+            tensors[f"h.{layer}.attn.masked_bias"] = np.full((), -1e4, np.float32)
+
+    rewrite(folder, change)
+    assert equal(open_model(str(folder)).load(np.float32), tree)
+    rewrite(folder, lambda tensors: tensors.update({"h.0.attn.rotary": np.ones(2, np.float32)}))
+    with pytest.raises(UserError, match=r"1 unexpected: h\.0\.attn\.rotary"):
+        open_model(str(folder))
+
+
+def test_the_language_model_in_a_model_of_images(tmp_path):
+    model = folders.FAMILIES["gemma3_text"]
+    tree = folders.random_tree(model)
+    folder = folders.write(tmp_path / "m", model, tree, "gemma3_text")
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [1, 5]})
+    )
+    (folder / "generation_config.json").unlink()
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+        tensors["vision_tower.x.weight"] = np.ones(3, ml_dtypes.bfloat16)
+        tensors["multi_modal_projector.y"] = np.ones(3, ml_dtypes.bfloat16)
+
+    rewrite(folder, change)
+    opened = open_model(str(folder))
+    assert equal(opened.load(ml_dtypes.bfloat16), tree)
+    assert opened.end_ids == (1, 5)
+    (folder / "config.json").write_text(json.dumps(text))
+    with pytest.raises(UserError, match="2 unexpected"):  # eyes, in a model that says it has none
+        open_model(str(folder))
+
+
+def tied_case(tmp_path, tied, head):
+    """A folder with a head that is there, absent, or another (CASES E7)."""
+    model = folders.FAMILIES["qwen3"]
+    folder = folders.write(tmp_path / "m", model, folders.random_tree(model), "qwen3")
+    assert model.tied_embeddings
+    folders.change_config(folder, tie_word_embeddings=tied)
+    if head != "absent":
+        embedding = "model.embed_tokens.weight"
+        wrong = np.zeros((), ml_dtypes.bfloat16) if head == "same" else np.ones((), ml_dtypes.bfloat16)
+        rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding] + wrong}))
+    return folder
+
+
+@pytest.mark.parametrize(("tied", "head"), [(True, "absent"), (True, "same"), (False, "same"), (False, "different")])
+def test_heads_that_are_as_the_flag_says(tmp_path, tied, head):
+    opened = open_model(str(tied_case(tmp_path, tied, head)))
+    tree = opened.load(ml_dtypes.bfloat16)
+    assert ("head" in tree) == (not tied)
+    if not tied:
+        assert equal(tree["head"], tree["embed"]["tokens"]) == (head == "same")
+
+
+@pytest.mark.parametrize(
+    ("tied", "head", "words"),
+    [
+        (True, "different", "tie_word_embeddings is true, and lm_head.weight is not model.embed_tokens.weight"),
+        (False, "absent", "1 missing: lm_head.weight"),
+    ],
+)
+def test_heads_that_contradict_the_flag(tmp_path, tied, head, words):
+    with pytest.raises(UserError) as caught:
+        open_model(str(tied_case(tmp_path, tied, head)))
+    assert words in str(caught.value)
+
+
+def test_norms_with_nowhere_to_go_and_norms_that_are_gone(tmp_path):
+    folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
+    extra = {f"model.layers.{i}.self_attn.q_norm.weight": np.ones(10, ml_dtypes.bfloat16) for i in range(2)}
+    rewrite(folder, lambda tensors: tensors.update(extra))
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.input_layernorm.weight"))
+    with pytest.raises(UserError) as caught:
+        open_model(str(folder))
+    assert "1 missing: model.layers.1.input_layernorm.weight" in str(caught.value)
+    assert "2 unexpected: model.layers.0.self_attn.q_norm.weight, model.layers.1" in str(caught.value)
+
+
+def test_a_shape_that_the_configuration_does_not_make(tmp_path):
+    folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
+    folders.change_config(folder, head_dim=8)
+    with pytest.raises(UserError, match=r"k_proj\.weight \[20, 32\]: the configuration makes attn\.k \[32, 2, 8\]"):
+        open_model(str(folder))
+
+
+def with_tokenizer(folder, **settings):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", "<end>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_what_a_folder_says_of_text(tmp_path):
+    folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
+    with_tokenizer(
+        folder, bos_token="<s>", eos_token={"content": "<end>"}, add_bos_token=True, chat_template="{{ messages }}"
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 99]}))
+    opened = open_model(str(folder))
+    assert opened.tokenizer.bos_id == 2
+    assert opened.special == {"bos_token": "<s>", "eos_token": "<end>"}
+    assert opened.chat_template == "{{ messages }}"
+    assert opened.end_ids == (3, 4), "those of generation that are in the vocabulary, then the end of a turn"
+    assert [path.name for path in opened.tokenizer_files] == ["tokenizer.json", "tokenizer_config.json"]
+    (folder / "chat_template.jinja").write_text("{{ 1 }}")
+    with_tokenizer(folder, bos_token="<s>", chat_template=[{"name": "default", "template": "x"}])
+    (folder / "generation_config.json").unlink()
+    folders.change_config(folder, eos_token_id=3)
+    opened = open_model(str(folder))
+    assert opened.tokenizer.bos_id is None
+    assert (opened.chat_template, opened.end_ids) == ("{{ 1 }}", (3,))
+    (folder / "chat_template.jinja").unlink()
+    assert open_model(str(folder)).chat_template == "x"
+
+
+def test_tokens_without_text_beyond_the_vocabulary_do_not_matter(tmp_path):
+    folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
+    with_tokenizer(folder)
+    assert huggingface.folder_tokenizer.read(folder, {}, 4)["tokenizer"].vocab_size == 4
+    assert huggingface.folder_tokenizer.read(folder, {}, 1)["tokenizer"].vocab_size == 5, "b is text"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("{tmp}", "is not the workdir of a training run"),
+        ("{tmp}/file.txt", "is a file, and no .gguf"),
+        ("{tmp}/nowhere.gguf", "is not here"),
+        ("no such thing", "is not here"),
+    ],
+)
+def test_what_is_no_model(tmp_path, spec, words):
+    (tmp_path / "file.txt").touch()
+    with pytest.raises(UserError) as caught:
+        open_model(spec.format(tmp=tmp_path))
+    assert words in str(caught.value)
+
+
+def test_without_a_network_one_line_tells(monkeypatch):
+    def fails(name, allow_patterns):
+        raise errors.LocalEntryNotFoundError("Got: ConnectError: no name service\nmore")
+
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", fails)
+    with pytest.raises(UserError) as caught:
+        open_model("org/name")
+    told = str(caught.value)
+    assert told.startswith("org/name is no folder here, and the Hugging Face hub cannot be reached")
+    assert "give a local folder" in told
+    assert "\n" not in told
+
+
+def test_the_hub_is_asked_for_what_is_needed(tmp_path, monkeypatch):
+    """The configuration first: what there is no model for is not downloaded."""
+    folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", download)
+    opened = opening.open_model("org/name")
+    assert opened.source == "org/name"
+    assert [any("safetensors" in p and "index" not in p for p in patterns) for _, patterns in asked] == [False, True]
+    folders.change_config(folder, model_type="mamba")
+    asked.clear()
+    with pytest.raises(UserError, match=r"org/name: config\.json: model_type is 'mamba'"):
+        opening.open_model("org/name")
+    assert len(asked) == 1

@@ -1,0 +1,138 @@
+"""GGUF files against llama.cpp: every family that we write, and a released model that we read.
+
+llama.cpp's cache is set to float32. For SmolLM2 see also `experiments/smollm2_vs_llamacpp.py`, which has the figures.
+"""
+
+import dataclasses
+import sys
+
+import gguf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from jaxllm.errors import UserError
+from jaxllm.interop import gguf, gguf_families
+from jaxllm.interop.tokenizer import ByteTokenizer
+from jaxllm.model import layers
+
+sys.path.insert(0, str(runs.ROOT / "experiments"))
+
+import smollm2_vs_llamacpp as comparison
+
+pytest.importorskip("llama_cpp")
+
+TOLERANCE = 1e-4  # of the largest logit
+PROMPT = np.array([(7 * i * i + 3 * i) % 250 for i in range(600)], np.int32)
+# llama.cpp knows no window in these: the same up to it.
+WINDOWLESS = {"mistral": 6}
+
+
+def of_llama_cpp(path, ids, context=1024):
+    theirs = comparison.LlamaCpp(path, context)
+    try:
+        return theirs.logits(ids)
+    finally:
+        theirs.close()
+
+
+def difference(model, params, path, ids, context=1024):
+    """Largest difference of a logit, over the largest logit."""
+    opened = dataclasses.replace(gguf.open_file(path), model=model)
+    ours = comparison.our_logits(opened, params, ids)
+    return np.abs(ours - of_llama_cpp(path, ids, context)).max() / np.abs(ours).max()
+
+
+def in_a_table(gate, kind):
+    """GELU as ggml has it on a CPU: looked up by its argument in 16 bits, in 16 bits."""
+    if kind == "swiglu":
+        return jax.nn.silu(gate)
+    looked_up = jax.nn.gelu(gate.astype(jnp.float16).astype(jnp.float32), approximate=True).astype(jnp.float16)
+    return jnp.where(gate <= -10, 0, jnp.where(gate >= 10, gate, looked_up.astype(jnp.float32)))
+
+
+def sized(name):
+    """A model with a vocabulary that holds bytes, and with room for a long prompt."""
+    model = dataclasses.replace(gguf_models.FAMILIES[name][1], vocab_size=264)
+    if model.rope_scaling == "longrope":
+        model = dataclasses.replace(model, rope_original_context=512, rope_factor=4.0, context_length=2048)
+    return model if model.context_length > 1024 else dataclasses.replace(model, context_length=1024)
+
+
+@pytest.mark.parametrize("name", gguf_models.FAMILIES)
+def test_llama_cpp_computes_what_we_do(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "activation", in_a_table)
+    model = sized(name)
+    params = gguf_models.random_params(model, scale=0.3)
+    path = tmp_path / "m.gguf"
+    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    ids = PROMPT[: WINDOWLESS.get(name, 48)]
+    # By the length of the context that is asked for, llama.cpp takes Phi-3's long factors or its short ones.
+    assert difference(model, params, path, ids, 512 if name == "phi3" else 1024) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama 3.2", "gemma3", "yarn"])
+def test_long_prompts_past_every_threshold(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "activation", in_a_table)
+    model = sized(name)
+    params = gguf_models.random_params(model, scale=0.3)
+    path = tmp_path / "m.gguf"
+    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    # Of many tokens, some hidden unit of a GELU falls on the other side of a 16-bit step. Gemma has its window only.
+    ids = PROMPT[:100] if name == "gemma3" else PROMPT
+    assert difference(model, params, path, ids, 1024) < TOLERANCE
+
+
+def test_a_wrong_file_is_seen(tmp_path, monkeypatch):
+    model = sized("llama")
+    params = gguf_models.random_params(model, scale=0.3)
+    path = tmp_path / "m.gguf"
+    monkeypatch.setattr(gguf_families, "_PERMUTED", ())
+    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    assert difference(model, params, path, PROMPT[:48]) > 100 * TOLERANCE
+    monkeypatch.undo()
+    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    wrong = dataclasses.replace(model, rope_theta=model.rope_theta * 1.5)
+    assert difference(wrong, params, path, PROMPT[:48]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0"])
+def test_llama_cpp_loads_what_is_rounded(quantization, tmp_path):
+    """It rounds activations too, so it is held against our logits of the rounded numbers more loosely."""
+    model = dataclasses.replace(sized("llama"), width=64, heads=4, head_dim=16, mlp_width=64)
+    path = tmp_path / "m.gguf"
+    gguf.write(path, model, gguf_models.random_params(model, scale=0.3), ByteTokenizer(), quantization=quantization)
+    params = gguf.open_file(path).load(jnp.float32)
+    assert difference(model, params, path, PROMPT[:48]) < 0.05
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        return comparison.fetch()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def test_ids_equal_those_of_llama_cpp(smollm2):
+    opened, theirs = gguf.open_file(smollm2), comparison.LlamaCpp(smollm2, 512)
+    text = comparison.HELD_OUT.read_text("utf-8")
+    for sample in (comparison.MIXED, text, "", " ", "\n\n", "1 22 333 4444", "<|im_start|>user\nHi<|im_end|>"):
+        for special in (False, True):
+            assert opened.tokenizer.encode(sample, special).tolist() == theirs.ids(sample, special), sample
+    theirs.close()
+
+
+@pytest.mark.slow
+def test_smollm2_says_what_llama_cpp_says(smollm2, tmp_path):
+    opened = gguf.open_file(smollm2)
+    params = opened.load(jnp.float32)
+    path = tmp_path / "f32.gguf"
+    gguf.write(path, opened.model, params, opened.tokenizer, quantization="F32", chat_template=opened.chat_template)
+    ids = opened.tokenizer.encode(comparison.MIXED + comparison.HELD_OUT.read_text("utf-8")[:600])
+    ours, theirs = comparison.our_logits(opened, params, ids), of_llama_cpp(path, ids)
+    assert np.abs(ours - theirs).max() < TOLERANCE * np.abs(ours).max()
+    assert comparison.perplexity(ours, ids) == pytest.approx(comparison.perplexity(theirs, ids), rel=1e-4)
+    assert "2" in comparison.answer(opened, params, comparison.QUESTION)
