@@ -1,10 +1,11 @@
 """What prefill and a decoded token hold beside weights and cache: XLA's choice on each platform, stated as rules.
 
-Read from the buffer assignments of JAX 0.10.2 for a CPU and an H100, at the sizes of published models
+Read from the buffer assignments of JAX 0.10.2 for a CPU, an H100 and a v5e, at the sizes of published models
 (`experiments/inference_cells.py`); JAX 0.12 makes much the same of them on a CPU. A layer's weights, keys and values
 are cut out of their stacks where a product cannot read them there. Layers come one after another, so that of attention,
-MLP and the choice of a token only the largest counts. Held against no program yet: TPUs, for which the rules of GPUs
-stand in, experts on GPUs, and weights in int8 and int4.
+MLP and the choice of a token only the largest counts. A decoded token on a GPU or TPU attends by a kernel that reads
+the cache where it lies. Held against no program yet: prefill on TPUs, for which the rules of GPUs stand in, experts on
+GPUs, and weights in int8 and int4.
 
 On a CPU, attention with several heads of keys and more than a few scores is one fused loop whose scratch XLA does not
 count, nor do we.
@@ -25,6 +26,12 @@ from jaxllm.model.specs import cache_slots, cache_specs, is_spec, param_specs
 
 # Numbers a token and word of the vocabulary while a token is drawn: sorted logits, order, noise, masks (float32 each).
 _CHOICE = 8
+_CHOICE_BITS = 228  # the same on a GPU, in all
+# A GPU's products of one row read matrices up to here where they lie, but for the last of an MLP's two or three.
+_READ_IN_PLACE = 32 * 2**20
+# And have the stacks of queries' projections in another order where a layer's is no larger than this.
+_REORDERED = 16 * 2**20
+_CUT = "weights of one repeat"
 # Of a layer, in bytes: more are made a part at a time, where a CPU's attention has several heads of keys.
 _WHOLE_SCORES = 8 * 2**20
 _MASK = 1  # byte a pair of query and key
@@ -103,19 +110,25 @@ def workspace_rows(
     one = _Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform)
     kind = f"{phase} workspace"
     made = list(_copies(one, phase))
+    # On a GPU a token is chosen where the copies of a decoded token's weights have been; elsewhere it comes on top.
+    shared = platform == "gpu" and phase == DECODE
+    there = sum(row.bytes_per_device for row in made if shared and row.name == _CUT)
+    choice = _choice(one, phase)
     moments = {
         "attention": _attention(one, phase),
         "MLP": _mlp(one),
-        "logits and choice of a token": _choice(one, phase),
+        "logits and choice of a token": max(choice - there, 0),
     }
     name = max(moments, key=moments.__getitem__)
     formula = f"{one.count:,} tokens × {moments[name] // one.count:,} B"
+    if name.startswith("logits") and there:
+        formula = f"{choice:,} − {there:,} B, in place of weights"
     what = "logits" if name.startswith("logits") else kind
     made.append(rows.row(name if what == "logits" else f"one layer's {name}", what, phase, formula, moments[name]))
     if formats.named(weight_dtype).scaled:
         # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
         size = one.weight_bytes()
-        made = [row for row in made if row.name != "weights of one repeat"]
+        made = [row for row in made if row.name != _CUT]
         made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
     return made
 
@@ -125,7 +138,7 @@ def _copies(one: _Pass, phase: str) -> Iterator[Row]:
     model, whole = one.model, one.weight_bytes()
     if one.platform == "cpu":
         whole = whole // one.c * FLOAT32
-        yield rows.row("weights of one repeat", "weights", phase, f"{whole:,} B", whole)
+        yield rows.row(_CUT, "weights", phase, f"{whole:,} B", whole)
         if one.c < FLOAT32:
             # It multiplies no 16-bit numbers, and turns what the loop over layers reads into float32 before it.
             numbers = _read_by_products(model)
@@ -139,16 +152,31 @@ def _copies(one: _Pass, phase: str) -> Iterator[Row]:
             numbers = 2 * model.repeats * one.batch * model.kv_heads * model.head_dim * sum(rings)
             yield rows.row("rings, copied", f"{phase} workspace", phase, f"{numbers:,} × {one.c} B", numbers * one.c)
         return
-    if not one.cuts:
-        whole = 0
-    elif phase == PREFILL:
+    if phase == PREFILL:
         # Products of few tokens read copies, of many the stacks; in between nobody knows before the compiler does.
-        whole //= 2
-    yield rows.row("weights of one repeat", "weights", phase, f"{whole:,} B", whole)
-    if phase == DECODE and one.batch == 1 and one.platform == "gpu" and not model.qk_norm:
+        whole = whole // 2 if one.cuts else 0
+        yield rows.row(_CUT, "weights", phase, f"{whole:,} B", whole)
+    elif one.platform == "gpu":
+        yield from _copies_of_one_token(one)
+
+
+def _copies_of_one_token(one: _Pass) -> Iterator[Row]:
+    """The same for a decoded token of each sequence on a GPU."""
+    model = one.model
+    layers = len(model.pattern) if model.repeats else len(model.tail)
+    mlp, q = one.weight_bytes("gate", "up", "down"), one.weight_bytes("q") // layers
+    matrices = 3 if model.gated else 2
+    in_place = one.batch == 1 and not model.experts and mlp // layers <= matrices * _READ_IN_PLACE
+    cut = mlp - mlp // matrices if in_place else mlp
+    if not in_place:  # beside the MLP's, those of attention that are there at the same time
+        cut += q if layers == 1 or one.batch == 1 else 2 * layers * q
+    yield rows.row(_CUT, "weights", DECODE, f"{cut if one.cuts else 0:,} B", cut if one.cuts else 0)
+    if one.batch == 1:
         # A product with one row reads the projections' stacks in another order, made once for all layers.
-        size = one.weight_bytes("q", "k", "v") * max(model.repeats, 1)
-        yield rows.row("projections, in another order", "weights", phase, f"{size:,} B", size)
+        names = ("q", "k", "v") if q <= _REORDERED else ("k", "v")
+        size = one.weight_bytes(*names) * max(model.repeats, 1)
+        size = size if one.cuts else 0
+        yield rows.row("projections, in another order", "weights", DECODE, f"{size:,} B", size)
 
 
 def _read_by_products(model: Architecture) -> int:
@@ -171,8 +199,8 @@ def _attention(one: _Pass, phase: str) -> int:
     written = one.scores + one.scores * one.c // FLOAT32
     if phase == PREFILL:
         return written + one.keys_bytes + one.hidden + one.count * one.keys * _MASK
-    # One query a head is multiplied with its keys where they lie.
-    return written + (2 * layers * one.keys_bytes if groups > 1 else 0)
+    # The kernel's parts of a few splits count for nothing. Beside long patterns XLA copies what nobody has explained.
+    return 0 if one.cuts or one.platform == "tpu" else written + (2 * layers * one.keys_bytes if groups > 1 else 0)
 
 
 def _mlp(one: _Pass) -> int:
@@ -187,5 +215,7 @@ def _mlp(one: _Pass) -> int:
 
 def _choice(one: _Pass, phase: str) -> int:
     """Prefill: the new logits. Decode: the numbers of all candidates."""
+    if phase == DECODE and one.platform == "gpu":
+        return one.batch * one.model.vocab_size * _CHOICE_BITS // 8
     copies = 1 if phase == PREFILL else _CHOICE
     return one.batch * one.model.vocab_size * (copies * FLOAT32 + (0 if phase == PREFILL else 1))

@@ -10,8 +10,9 @@ import runs
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxllm import architectures, hardware
-from jaxllm.ledger import absent, compiled, compute
+from jaxllm import architectures, hardware, programs
+from jaxllm.ledger import absent, compiled, compute, rows
+from jaxllm.ledger.inference import inference
 from jaxllm.ledger.rows import Unknown
 from jaxllm.ledger.tasks import programs_of
 from jaxllm.model import specs
@@ -178,6 +179,29 @@ def test_the_command_compiles_sampling():
     for program in told["programs"].values():
         assert program["figures"]["arguments"] == pytest.approx(state, rel=0.01)
     assert len(told["programs"]["decode"]["products"]["unknown_loops"]) == 1  # as many steps as are asked for
+
+
+# One row and several; matrices read where they lie, cut out, and put in another order; two kinds of layers.
+@pytest.mark.parametrize(
+    ("name", "batch", "context", "device"),
+    [
+        ("gpt2", 1, 1024, "h100"),
+        ("gpt2", 8, 1024, "h100"),
+        ("smollm2-360m", 32, 2048, "h100"),
+        ("llama3.2-1b", 1, 2048, "h100"),
+        ("qwen2.5-3b", 1, 32768, "h100"),
+        ("gemma2-2b", 4, 2048, "h100"),
+        ("gpt2", 8, 1024, "v5e"),
+    ],
+)
+def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device):
+    model, named = architectures.ARCHITECTURES[name], hardware.named(device)
+    target = absent.require_compiler(named.name, named.compile_target)
+    figures = absent.inspection_for(programs.decode(model, batch, 8, context, jnp.bfloat16), target, 1).figures
+    platform = "gpu" if device == "h100" else "tpu"
+    ledger = inference(model, batch, context, 128, "bfloat16", "bfloat16", platform=platform)
+    peak = ledger.persistent_bytes + sum(row.bytes_per_device for row in ledger.rows if row.phase == rows.DECODE)
+    assert peak == pytest.approx(figures["peak"], rel=2e-3 if platform == "gpu" else 0.05)
 
 
 def test_the_command_says_what_the_child_says():
