@@ -32,7 +32,8 @@ from jaxllm.decode.engine import Generator
 from jaxllm.decode.request import Request
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.errors import UserError
-from jaxllm.interop import chat, gguf
+from jaxllm.interop import chat
+from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.model import transformer
 

@@ -18,8 +18,10 @@ from absl import flags
 
 from jaxllm import commandline
 from jaxllm.errors import UserError
-from jaxllm.interop import byte_file, gguf, huggingface
+from jaxllm.interop import byte_file
 from jaxllm.interop import text as texts
+from jaxllm.interop.gguf import model as gguf
+from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxllm.train import start

@@ -9,7 +9,9 @@ import models
 import numpy as np
 
 from jaxllm.config import Architecture
-from jaxllm.interop import families, folder_rules, huggingface, rules
+from jaxllm.interop import rules
+from jaxllm.interop.huggingface import families, folder_rules
+from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.model import specs
 
 _GEMMA2 = dataclasses.replace(

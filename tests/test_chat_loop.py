@@ -13,7 +13,7 @@ import runs
 from jaxllm import chat_loop
 from jaxllm.decode.request import Request, Result, Times
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf
+from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.tokenizer import ByteTokenizer
 
 TEMPLATE = (

@@ -10,7 +10,7 @@ import pytest
 import runs
 
 from jaxllm.interop import byte_file, opening
-from jaxllm.interop.safetensors_files import INDEX
+from jaxllm.interop.huggingface.safetensors_files import INDEX
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.train import start
 

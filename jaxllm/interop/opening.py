@@ -4,7 +4,9 @@ import dataclasses
 import pathlib
 
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf, hub, huggingface
+from jaxllm.interop.gguf import model as gguf
+from jaxllm.interop.huggingface import hub
+from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.interop.pretrained import Pretrained
 
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 
 from jaxllm.errors import UserError
-from jaxllm.interop import folder_tokenizer
 from jaxllm.interop import tokenizer as tokenizers
+from jaxllm.interop.huggingface import folder_tokenizer
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import JsonTokenizer, Tokenizer
 

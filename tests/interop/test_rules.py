@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm import mesh as mesh_lib
 from jaxllm.config import MeshConfig
 from jaxllm.errors import UserError
-from jaxllm.interop import folder_rules, rules
+from jaxllm.interop import rules
+from jaxllm.interop.huggingface import folder_rules
 from jaxllm.model import specs
 
 CASES = sorted(folders.FAMILIES)

@@ -14,7 +14,8 @@ import pytest
 import runs
 
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf, gguf_families
+from jaxllm.interop.gguf import families
+from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.model import layers
 
@@ -89,7 +90,7 @@ def test_a_wrong_file_is_seen(tmp_path, monkeypatch):
     model = sized("llama")
     params = gguf_models.random_params(model, scale=0.3)
     path = tmp_path / "m.gguf"
-    monkeypatch.setattr(gguf_families, "_PERMUTED", ())
+    monkeypatch.setattr(families, "_PERMUTED", ())
     gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
     assert difference(model, params, path, PROMPT[:48]) > 100 * TOLERANCE
     monkeypatch.undo()

@@ -14,9 +14,11 @@ import transformers
 from jaxllm.decode.engine import Generator
 from jaxllm.decode.request import Request
 from jaxllm.decode.sampling import SamplingOptions
-from jaxllm.interop import folder_rules, huggingface, rules
+from jaxllm.interop import rules
+from jaxllm.interop.huggingface import folder_rules
+from jaxllm.interop.huggingface import model as huggingface
+from jaxllm.interop.huggingface.safetensors_files import TensorFiles
 from jaxllm.interop.opening import open_model
-from jaxllm.interop.safetensors_files import TensorFiles
 from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.model.partition import WHOLE
 from jaxllm.model.transformer import NOTHING, forward, logits

@@ -17,8 +17,9 @@ from jaxllm import architectures, mesh, programs
 from jaxllm import config as config_lib
 from jaxllm.config import Config, MeshConfig, ModelConfig
 from jaxllm.errors import UserError
-from jaxllm.interop import huggingface, opening
+from jaxllm.interop import opening
 from jaxllm.interop import text as texts
+from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.model import specs
 from jaxllm.train import checkpoint, start
 from jaxllm.train.loop import Trainer

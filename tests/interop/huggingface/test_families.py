@@ -8,8 +8,8 @@ import pytest
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.errors import UserError
-from jaxllm.interop import families
-from jaxllm.interop.families import canonical, read_config, write_config
+from jaxllm.interop.huggingface import families
+from jaxllm.interop.huggingface.families import canonical, read_config, write_config
 from jaxllm.model.layers import rope_frequencies
 
 # Fields as releases have them; what is said twice or says nothing stays in.

@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop import families, folder_rules, folder_tokenizer, rules
+from jaxllm.interop import rules
+from jaxllm.interop.huggingface import families, folder_rules, folder_tokenizer
+from jaxllm.interop.huggingface.safetensors_files import TensorFiles, write
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.rules import Rule
-from jaxllm.interop.safetensors_files import TensorFiles, write
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop.gguf_file import Metadata
+from jaxllm.interop.gguf.file import Metadata
 from jaxllm.model.layers import rope_frequencies
 
 _FACTORS = "rope_freqs.weight"
@@ -25,7 +25,7 @@ _CLOSE = 1e-5  # of factors that were computed in float32
 
 
 class Keys(Protocol):
-    """Keys of one family, as `gguf_metadata` has them."""
+    """Keys of one family, as `metadata` has them."""
 
     family: str
     metadata: Metadata

@@ -64,7 +64,7 @@ class Header:
     data: mmap.mmap
 
 
-def read(path: pathlib.Path) -> Header:
+def read_header(path: pathlib.Path) -> Header:
     """The header of a file whose tensors all lie within it.
 
     Raises:

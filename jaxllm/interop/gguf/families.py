@@ -5,7 +5,7 @@ Sources: llama.cpp's src/models (one file a family) and its converters.
 
 from typing import Any
 
-from jaxllm.interop.gguf_tensors import Layout
+from jaxllm.interop.gguf.tensors import Layout
 
 _RMS = {"mlp": "swiglu", "norm": "rmsnorm", "norm_placement": "pre", "positions": "rotary"}
 _OLMO = {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop.config_fields import Fields
+from jaxllm.interop.huggingface.config_fields import Fields
 
 Known = Mapping[str, Any]
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -10,7 +10,7 @@ import safetensors
 import safetensors.numpy
 
 from jaxllm.errors import UserError
-from jaxllm.interop.safetensors_files import ALONE, INDEX, TensorFiles, write
+from jaxllm.interop.huggingface.safetensors_files import ALONE, INDEX, TensorFiles, write
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 2, 2), "none": (0, 3)}
 TENSORS = {name: np.random.default_rng(len(name)).standard_normal(shape) for name, shape in SHAPES.items()}

@@ -11,9 +11,11 @@ import tokenizers
 from huggingface_hub import errors
 
 from jaxllm.errors import UserError
-from jaxllm.interop import families, hub, huggingface, opening, safetensors_files
+from jaxllm.interop import opening
+from jaxllm.interop.huggingface import families, hub, safetensors_files
+from jaxllm.interop.huggingface import model as huggingface
+from jaxllm.interop.huggingface.safetensors_files import ALONE, INDEX, TensorFiles
 from jaxllm.interop.opening import open_model
-from jaxllm.interop.safetensors_files import ALONE, INDEX, TensorFiles
 
 FAMILY = "llama"
 MODEL = folders.FAMILIES[FAMILY]

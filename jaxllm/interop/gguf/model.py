@@ -12,17 +12,11 @@ from gguf.quants import quantize
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop import (
-    gguf_families,
-    gguf_file,
-    gguf_keys,
-    gguf_metadata,
-    gguf_rope,
-    gguf_tensors,
-    gguf_tokenizer,
-    gguf_vocabulary,
-    rules,
-)
+from jaxllm.interop import rules
+from jaxllm.interop.gguf import families, keys, rope, tensors, vocabulary
+from jaxllm.interop.gguf import tokenizer as tokenizers
+from jaxllm.interop.gguf.file import open_tensors
+from jaxllm.interop.gguf.metadata import describe
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import Tokenizer
 
@@ -44,15 +38,15 @@ def open_file(path: str | pathlib.Path) -> Pretrained:
     Raises:
       UserError: the file is damaged; a key, a tensor or the tokenizer is missing, unknown or of no meaning to us.
     """
-    file = gguf_file.open_tensors(path)
+    file = open_tensors(path)
     metadata = file.metadata
-    described = gguf_metadata.describe(metadata, file.shapes, file.read)
+    described = describe(metadata, file.shapes, file.read)
     model, layout = described.model, described.layout
-    table = gguf_tensors.rules(model, layout)
+    table = tensors.rules(model, layout)
     rules.check(table, file.shapes, str(path), described.constants)
     tokenizer = None
     if metadata.get("tokenizer.ggml.model", str) not in (None, "none", "no_vocab"):
-        tokenizer = gguf_tokenizer.read(metadata)
+        tokenizer = tokenizers.read(metadata)
         if tokenizer.vocab_size > model.vocab_size:
             counts = f"{tokenizer.vocab_size} tokens and {model.vocab_size} embeddings"
             raise UserError(f"{path} has {counts}; fetch it again")
@@ -67,7 +61,7 @@ def open_file(path: str | pathlib.Path) -> Pretrained:
         family=described.family,
         tokenizer=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template", str),
-        special={} if tokenizer is None else gguf_tokenizer.special_names(metadata),
+        special={} if tokenizer is None else tokenizers.special_names(metadata),
         end_ids=() if tokenizer is None else tokenizer.end_ids,
     )
 
@@ -100,26 +94,26 @@ def write(
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
         raise UserError(f"GGUF quantization {quantization!r} is not written; those that are: {known}")
-    family = gguf_keys.choose(model)
-    keys: dict[str, Any] = {
+    family = keys.choose(model)
+    named: dict[str, Any] = {
         "general.type": "model",
         **({"general.name": name} if name else {}),
         "general.file_type": int(QUANTIZATIONS[quantization]),
         **({"general.quantization_version": _BLOCKS_VERSION} if quantization == "Q8_0" else {}),
-        **gguf_keys.values(model, family),
-        **gguf_vocabulary.values(tokenizer, model.vocab_size, special or {}),
+        **keys.values(model, family),
+        **vocabulary.values(tokenizer, model.vocab_size, special or {}),
         **({"tokenizer.chat_template": chat_template} if chat_template else {}),
     }
     writer = GGUFWriter(path, family)
-    for key, value in keys.items():
+    for key, value in named.items():
         _add(writer, key, value)
-    table = gguf_tensors.rules(model, gguf_families.layout(family))
+    table = tensors.rules(model, families.layout(family))
 
     def each(tell: Callable[[str, np.ndarray, GGMLQuantizationType], None]) -> None:
-        for key, constant in gguf_rope.constants(model).items():
+        for key, constant in rope.constants(model).items():
             tell(key, constant, GGMLQuantizationType.F32)
         for key, tensor in rules.save(model, table, params):
-            kind = gguf_tensors.stored(key, tensor, quantization)
+            kind = tensors.stored(key, tensor, quantization)
             tell(key, _encode(key, tensor, kind), GGMLQuantizationType[kind])
 
     try:

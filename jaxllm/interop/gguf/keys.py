@@ -1,4 +1,4 @@
-"""An `Architecture` as the named values of a GGUF file; the way back of `gguf_metadata`, and checked by it."""
+"""An `Architecture` as the named values of a GGUF file; the way back of `metadata`, and checked by it."""
 
 import dataclasses
 import math
@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf_metadata, gguf_rope
-from jaxllm.interop.gguf_families import NOT_STORED, epsilon_key
-from jaxllm.interop.gguf_file import Metadata
+from jaxllm.interop.gguf import metadata, rope
+from jaxllm.interop.gguf.families import NOT_STORED, epsilon_key
+from jaxllm.interop.gguf.file import Metadata
 
 
 def choose(model: Architecture) -> str:
@@ -57,9 +57,9 @@ def _check(model: Architecture, family: str) -> None:
         "token_embd.weight": (model.vocab_size, model.width),
         **dict.fromkeys(_told_by_tensors(model), ()),
     }
-    constants = gguf_rope.constants(model)
+    constants = rope.constants(model)
     written = Metadata(values(model, family) | {"general.architecture": family}, "the model")
-    again = gguf_metadata.describe(
+    again = metadata.describe(
         written, shapes | {name: x.shape for name, x in constants.items()}, constants.__getitem__
     ).model
     for field in dataclasses.fields(Architecture):
@@ -88,7 +88,7 @@ def _equivalent(model: Architecture, again: Architecture, name: str) -> bool:
     if name in ("pattern", "window"):
         kinds = [tuple(m.pattern[i % len(m.pattern)] for i in range(m.layers)) for m in (model, again)]
         return kinds[0] == kinds[1] and (model.window == again.window or "sliding" not in kinds[0])
-    return name.startswith("rope_") and gguf_rope.same(model, again)
+    return name.startswith("rope_") and rope.same(model, again)
 
 
 def values(model: Architecture, family: str) -> dict[str, Any]:
@@ -121,5 +121,5 @@ def values(model: Architecture, family: str) -> dict[str, Any]:
     if family.startswith("gemma"):
         made["final_logit_softcapping"] = float(model.logit_softcap)
     if model.positions == "rotary":
-        made |= gguf_rope.values(model)
+        made |= rope.values(model)
     return {f"{family}.{key}": value for key, value in made.items()}

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop.config_fields import Fields
-from jaxllm.interop.rope_fields import Rope
+from jaxllm.interop.huggingface.config_fields import Fields
+from jaxllm.interop.huggingface.rope_fields import Rope
 
 Known = Mapping[str, Any]
 

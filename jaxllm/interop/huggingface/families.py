@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop import family_parts as parts
-from jaxllm.interop.config_fields import Fields
-from jaxllm.interop.family_parts import Part
+from jaxllm.interop.huggingface import family_parts as parts
+from jaxllm.interop.huggingface.config_fields import Fields
+from jaxllm.interop.huggingface.family_parts import Part
 
 
 @dataclasses.dataclass(frozen=True)

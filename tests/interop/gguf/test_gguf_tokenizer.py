@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf_splitting, gguf_tokenizer, gguf_vocabulary
-from jaxllm.interop.gguf_file import Metadata
-from jaxllm.interop.gguf_splitting import BY_NAME
-from jaxllm.interop.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from jaxllm.interop.gguf import splitting, vocabulary
+from jaxllm.interop.gguf import tokenizer as gguf_tokenizer
+from jaxllm.interop.gguf.file import Metadata
+from jaxllm.interop.gguf.splitting import BY_NAME
+from jaxllm.interop.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from jaxllm.interop.tokenizer import FileTokenizer, JsonTokenizer, byte_alphabet
 
 MIXED = (
@@ -62,7 +63,7 @@ RELEASED = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_byte_level_tokenizer_goes_there_and_back(name, tmp_path):
     ours = trained(tmp_path / "tokenizer.json", *RELEASED[name])
-    values = gguf_vocabulary.values(ours, 512, {"bos_token": "<|endoftext|>"})
+    values = vocabulary.values(ours, 512, {"bos_token": "<|endoftext|>"})
     assert values["tokenizer.ggml.pre"] == name
     assert len(values["tokenizer.ggml.tokens"]) == 512
     again = gguf_tokenizer.read(Metadata(values, "m.gguf"))
@@ -110,12 +111,12 @@ def _pre(name):
 
 
 def test_every_name_is_known_by_its_group():
-    for name, splitting in BY_NAME.items():
-        written = gguf_splitting.name_of(splitting.to_json(), splitting.whole_words)
-        assert BY_NAME[written].expressions == splitting.expressions, name
-    assert gguf_splitting.name_of({"type": "Whitespace"}, False) is None
-    assert gguf_splitting.name_of({"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}, False) is None
-    assert gguf_splitting.name_of({"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}]}, False) is None
+    for name, way in BY_NAME.items():
+        written = splitting.name_of(way.to_json(), way.whole_words)
+        assert BY_NAME[written].expressions == way.expressions, name
+    assert splitting.name_of({"type": "Whitespace"}, False) is None
+    assert splitting.name_of({"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}, False) is None
+    assert splitting.name_of({"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}]}, False) is None
 
 
 BYTES = {
@@ -259,7 +260,7 @@ def test_a_sentencepiece_tokenizer_goes_there_and_back(seed, tmp_path):
     ours = gguf_tokenizer.read(metadata(sentencepiece(seed)))
     (tmp_path / "tokenizer.json").write_text(ours.to_json())
     folder = FileTokenizer(tmp_path / "tokenizer.json")
-    values = gguf_vocabulary.values(folder, 290, {})
+    values = vocabulary.values(folder, 290, {})
     assert values["tokenizer.ggml.model"] == "llama"
     again = gguf_tokenizer.read(Metadata(values, "m.gguf"))
     for text in ("abc  bcd<user>deab 日é", "", " ", "    a\n", MIXED):
@@ -272,10 +273,10 @@ def test_what_gguf_has_no_words_for_is_refused(tmp_path):
     lower.pre_tokenizer, lower.decoder = GPT2, decoders.ByteLevel()
     lower.normalizer = normalizers.Lowercase()
     with pytest.raises(UserError, match="has a normalizer"):
-        gguf_vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
+        vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
     lower.normalizer = normalizers.NFC()
-    gguf_vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
+    vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
     lower.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), GPT2])
     with pytest.raises(UserError, match="splits words in a way that has no name in GGUF"):
-        gguf_vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
-    assert gguf_vocabulary.values(None, 300, {}) == {"tokenizer.ggml.model": "none"}
+        vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
+    assert vocabulary.values(None, 300, {}) == {"tokenizer.ggml.model": "none"}

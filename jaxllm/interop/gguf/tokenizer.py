@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.interop.gguf_file import Metadata
-from jaxllm.interop.gguf_splitting import BY_NAME
+from jaxllm.interop.gguf.file import Metadata
+from jaxllm.interop.gguf.splitting import BY_NAME
 from jaxllm.interop.tokenizer import JsonTokenizer
 
 # tokenizer.ggml.token_type

@@ -17,7 +17,10 @@ from gguf.quants import dequantize, quantize
 from jaxllm import architectures
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf, gguf_families, gguf_file, gguf_keys, gguf_metadata, gguf_rope
+from jaxllm.interop.gguf import families, metadata, rope
+from jaxllm.interop.gguf import file as gguf_file
+from jaxllm.interop.gguf import keys as gguf_keys
+from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.tokenizer import ByteTokenizer
 
 LLAMA = gguf_models.LLAMA
@@ -71,7 +74,7 @@ def test_every_family_comes_back_to_the_bit(name, tmp_path):
     assert opened.family == family
     for field in dataclasses.fields(Architecture):
         ours, theirs = getattr(model, field.name), getattr(opened.model, field.name)
-        if field.name in gguf_families.NOT_STORED:
+        if field.name in families.NOT_STORED:
             continue
         assert ours == theirs or gguf_keys._equivalent(model, opened.model, field.name), (field.name, ours, theirs)
     assert_equal_trees(opened.load(jnp.float32), params)
@@ -161,7 +164,7 @@ def test_query_and_key_rows_are_put_back_with_their_own_head_counts(family, tmp_
 
 def test_a_reader_that_permutes_the_wrong_family_is_caught(tmp_path, monkeypatch):
     params = write(tmp_path / "m.gguf", GROUPED)
-    monkeypatch.setattr(gguf_families, "_PERMUTED", ("llama", "qwen2"))
+    monkeypatch.setattr(families, "_PERMUTED", ("llama", "qwen2"))
     again = gguf.open_file(tmp_path / "m.gguf").load(jnp.float32)
     with pytest.raises(AssertionError, match=r"\['k'\]"):
         assert_equal_trees(again, params)
@@ -270,18 +273,18 @@ def test_factors_of_llama_3_stand_for_their_numbers(tmp_path):
     np.testing.assert_allclose(multipliers[18:], 0.03125)
     opened = gguf.open_file(tmp_path / "m.gguf").model
     assert opened.rope_scaling == "llama3"
-    assert gguf_rope.same(opened, LLAMA3)
+    assert rope.same(opened, LLAMA3)
     # Converters before ours kept no original context: that of the releases is found.
     other = rewritten(tmp_path / "m.gguf", tmp_path / "o.gguf", {"llama.rope.scaling.original_context_length": None})
     assert gguf.open_file(other).model == opened
     for change in ({"rope_low_freq_factor": 2.0}, {"rope_factor": 8.0}, {"rope_original_context": 4096}):
-        assert not gguf_rope.same(dataclasses.replace(opened, **change), LLAMA3)
+        assert not rope.same(dataclasses.replace(opened, **change), LLAMA3)
 
 
 def test_other_factors_are_solved_or_refused(tmp_path):
     odd = dataclasses.replace(LLAMA3, rope_low_freq_factor=1.5, rope_high_freq_factor=6.0, rope_original_context=16384)
     write(tmp_path / "odd.gguf", odd)
-    assert gguf_rope.same(gguf.open_file(tmp_path / "odd.gguf").model, odd)
+    assert rope.same(gguf.open_file(tmp_path / "odd.gguf").model, odd)
     factors = np.linspace(1, 9, 32).astype(np.float32)
     path = rewritten(tmp_path / "odd.gguf", tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
     with pytest.raises(UserError, match=r"rope_freqs.weight is not a scaling like Llama 3.1's"):
@@ -449,7 +452,7 @@ def test_metadata_of_the_published_names_is_read_without_a_model():
     """`describe` at the size of a 70B model, from shapes alone."""
     model = architectures.ARCHITECTURES["llama3.1-70b"]
     keys = gguf_keys.values(model, "llama") | {"general.architecture": "llama"}
-    constants = gguf_rope.constants(model)
+    constants = rope.constants(model)
     shapes = {"token_embd.weight": (model.vocab_size, model.width), "output.weight": (), "rope_freqs.weight": (64,)}
-    described = gguf_metadata.describe(gguf_file.Metadata(keys, "x"), shapes, constants.__getitem__)
+    described = metadata.describe(gguf_file.Metadata(keys, "x"), shapes, constants.__getitem__)
     assert dataclasses.replace(described.model, init_std=model.init_std) == model

@@ -15,8 +15,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf_header
-from jaxllm.interop.gguf_header import Extent, Header
+from jaxllm.interop.gguf.header import Extent, Header, read_header
 
 # Types whose bytes are the numbers: read as they are.
 _PLAIN = {
@@ -130,12 +129,12 @@ def open_tensors(path: str | pathlib.Path) -> TensorFile:
       UserError: not a whole GGUF file, one of the set is missing, or there are types that are not read.
     """
     path = pathlib.Path(path)
-    headers = [gguf_header.read(path)]
+    headers = [read_header(path)]
     total = headers[0].values.get("split.count", 1)
     if total > 1:
         match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
         if not match or int(match[2]) != total:
             raise UserError(f"{path} is one of {total} files; give the first, NAME-00001-of-{total:05d}.gguf")
         names = [f"{match[1]}-{number:05d}-of-{total:05d}.gguf" for number in range(2, total + 1)]
-        headers += [gguf_header.read(path.with_name(name)) for name in names]
+        headers += [read_header(path.with_name(name)) for name in names]
     return TensorFile(headers, str(path))

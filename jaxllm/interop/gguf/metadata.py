@@ -1,7 +1,7 @@
 """The named values of a GGUF file that say what the model is: into an `Architecture`.
 
 Sources: the keys and their defaults in llama.cpp (src/llama-model.cpp and src/models), and its converters. What holds
-of a family without being said in a file (Gemma's scaled embeddings) stands in `gguf_families` where it can.
+of a family without being said in a file (Gemma's scaled embeddings) stands in `families` where it can.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf_rope
-from jaxllm.interop.gguf_families import FAMILIES, INIT_STD, SCALED_BY_WIDTH, epsilon_key, layout
-from jaxllm.interop.gguf_file import Metadata
-from jaxllm.interop.gguf_tensors import Layout
+from jaxllm.interop.gguf import rope
+from jaxllm.interop.gguf.families import FAMILIES, INIT_STD, SCALED_BY_WIDTH, epsilon_key, layout
+from jaxllm.interop.gguf.file import Metadata
+from jaxllm.interop.gguf.tensors import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -69,7 +69,7 @@ def describe(metadata: Metadata, shapes: Shapes, read: Callable[[str], np.ndarra
         family,
         model,
         dataclasses.replace(layout(family), fused_qkv=fused),
-        frozenset(gguf_rope.CONSTANTS & set(shapes)),
+        frozenset(rope.CONSTANTS & set(shapes)),
     )
 
 
@@ -167,7 +167,7 @@ def _architecture(keys: _Keys, shapes: Shapes, read: Callable[[str], np.ndarray]
     )
     fields |= FAMILIES[family]
     if fields["positions"] == "rotary":
-        fields |= gguf_rope.read(keys, head_dim, set(shapes), read)
+        fields |= rope.read(keys, head_dim, set(shapes), read)
     return Architecture(**fields)
 
 

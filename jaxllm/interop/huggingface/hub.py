@@ -7,7 +7,8 @@ import huggingface_hub
 from huggingface_hub import errors
 
 from jaxllm.errors import UserError
-from jaxllm.interop import families, folder_tokenizer, huggingface, safetensors_files
+from jaxllm.interop.huggingface import families, folder_tokenizer, safetensors_files
+from jaxllm.interop.huggingface import model as huggingface
 
 _SMALL = (huggingface.CONFIG, huggingface.GENERATION, safetensors_files.INDEX, *folder_tokenizer.FILES)
 # Not every file of safetensors: some repositories have the weights a second time in a layout of their own.

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.interop import gguf_splitting, gguf_tokenizer
-from jaxllm.interop.gguf_file import Metadata
-from jaxllm.interop.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from jaxllm.interop.gguf import splitting
+from jaxllm.interop.gguf import tokenizer as tokenizers
+from jaxllm.interop.gguf.file import Metadata
+from jaxllm.interop.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from jaxllm.interop.tokenizer import END_NAMES, ByteTokenizer, JsonTokenizer, Tokenizer, byte_alphabet
 
 # What is compared after writing: accents, dashes, digits, symbols, scripts, code, white space.
@@ -46,7 +47,7 @@ def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, s
     made["tokenizer.ggml.token_type"] = types + [UNUSED] * (vocab_size - len(tokens))
     if "tokenizer.ggml.scores" in made:
         made["tokenizer.ggml.scores"] += [_LAST] * (vocab_size - len(tokens))
-    again = gguf_tokenizer.read(Metadata(made, "the tokenizer as GGUF"))
+    again = tokenizers.read(Metadata(made, "the tokenizer as GGUF"))
     if again.encode(_PROBE).tolist() != tokenizer.encode(_PROBE).tolist():
         raise UserError(
             "the tokenizer makes other ids by GGUF's rules; convert to safetensors, which keeps it as it is"
@@ -108,7 +109,7 @@ def _type(i: int, name: str, added: Mapping[int, dict[str, Any]], sentencepiece:
 def _byte_level(content: dict[str, Any]) -> dict[str, Any]:
     if content["normalizer"] not in (None, {"type": "NFC"}):
         raise UserError(f"the tokenizer has a normalizer ({content['normalizer']!r:.60}), and GGUF has none")
-    name = gguf_splitting.name_of(content["pre_tokenizer"], bool(content["model"].get("ignore_merges")))
+    name = splitting.name_of(content["pre_tokenizer"], bool(content["model"].get("ignore_merges")))
     if name is None:
         raise UserError("the tokenizer splits words in a way that has no name in GGUF; convert to safetensors")
     merges = content["model"]["merges"]
