@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.config import Architecture
 from jaxllm.interop import rules
-from jaxllm.interop.huggingface import families, folder_rules
+from jaxllm.interop.huggingface import config_file, folder_rules
 from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.model import specs
 
@@ -77,4 +77,4 @@ def change_config(folder: pathlib.Path, **fields) -> None:
 
 
 def config_of(model: Architecture, family: str = "") -> dict:
-    return families.write_config(model, family)[1]
+    return config_file.write_config(model, family)[1]

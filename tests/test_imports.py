@@ -36,6 +36,7 @@ ORDER = [
     "devices",
     "targets",
     "architectures",
+    "model_families",
     "longrope",
     "config_checks",
     "remat_policy",

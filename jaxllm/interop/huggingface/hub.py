@@ -7,7 +7,7 @@ import huggingface_hub
 from huggingface_hub import errors
 
 from jaxllm.errors import UserError
-from jaxllm.interop.huggingface import families, folder_tokenizer, safetensors_files
+from jaxllm.interop.huggingface import config_file, folder_tokenizer, safetensors_files
 from jaxllm.interop.huggingface import model as huggingface
 
 _SMALL = (huggingface.CONFIG, huggingface.GENERATION, safetensors_files.INDEX, *folder_tokenizer.FILES)
@@ -30,7 +30,7 @@ def download(name: str) -> pathlib.Path:
     """
     folder = _snapshot(name, _SMALL)
     config = huggingface.read_json(folder / huggingface.CONFIG)
-    families.read_config(config, f"{name}: {huggingface.CONFIG}")
+    config_file.read_config(config, f"{name}: {huggingface.CONFIG}")
     return _snapshot(name, (*_SMALL, *_WEIGHTS))
 
 

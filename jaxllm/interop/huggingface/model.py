@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop import rules
-from jaxllm.interop.huggingface import families, folder_rules, folder_tokenizer
+from jaxllm.interop.huggingface import config_file, folder_rules, folder_tokenizer
 from jaxllm.interop.huggingface.safetensors_files import TensorFiles, write
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.rules import Rule
@@ -33,7 +33,7 @@ def open_folder(path: str | pathlib.Path) -> Pretrained:
     """
     folder = pathlib.Path(path).expanduser()
     config = read_json(folder / CONFIG)
-    family, model = families.read_config(config, str(folder / CONFIG))
+    family, model = config_file.read_config(config, str(folder / CONFIG))
     files = TensorFiles(folder)
     made = _rules(model, family, files, config["model_type"] == _IMAGES, folder)
 
@@ -128,7 +128,7 @@ def export(
     Raises:
       UserError: no family is built like the model.
     """
-    family, config = families.write_config(model, family)
+    family, config = config_file.write_config(model, family)
     ends: Any = end_ids[0] if len(end_ids) == 1 else list(end_ids) or None
     tokens = {"bos_token_id": bos_id, "eos_token_id": ends}
     # Families have padding tokens of their own, which a model of another vocabulary may not have.

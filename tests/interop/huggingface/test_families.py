@@ -9,7 +9,7 @@ import pytest
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.errors import UserError
 from jaxllm.interop.huggingface import families
-from jaxllm.interop.huggingface.families import canonical, read_config, write_config
+from jaxllm.interop.huggingface.config_file import canonical, read_config, write_config
 from jaxllm.model.layers import rope_frequencies
 
 # Fields as releases have them; what is said twice or says nothing stays in.

@@ -12,7 +12,7 @@ from huggingface_hub import errors
 
 from jaxllm.errors import UserError
 from jaxllm.interop import opening
-from jaxllm.interop.huggingface import families, hub, safetensors_files
+from jaxllm.interop.huggingface import config_file, hub, safetensors_files
 from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.interop.huggingface.safetensors_files import ALONE, INDEX, TensorFiles
 from jaxllm.interop.opening import open_model
@@ -45,7 +45,7 @@ def test_folder_and_back(tmp_path, family, shard_bytes):
     assert (folder / INDEX).is_file() == (shard_bytes == 5000)
     opened = open_model(str(folder))
     assert (opened.family, opened.stored, opened.end_ids) == (family, ml_dtypes.bfloat16, (1, 2))
-    assert families.canonical(opened.model) == families.canonical(model)
+    assert config_file.canonical(opened.model) == config_file.canonical(model)
     found = opened.load(ml_dtypes.bfloat16)
     if opened.model.pattern == model.pattern:
         assert equal(found, tree)
