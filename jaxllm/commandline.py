@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import config_flags
@@ -28,6 +29,11 @@ def define_config() -> None:
 def config_file() -> str:
     """The path given to `--config`."""
     return FLAGS["config"].config_filename  # type: ignore[attr-defined]
+
+
+def config_overrides() -> dict[str, Any]:
+    """Field -> value of the `--config.a.b=value` that were given beside `--config`."""
+    return dict(config_flags.get_override_values(FLAGS["config"]))
 
 
 def load_config() -> config_lib.Config:

@@ -86,6 +86,7 @@ def main() -> int:
         config=config,
         model=architectures.resolve_config(config),
         file=commandline.config_file() if is_file else "",
+        typed=commandline.config_overrides() if is_file else None,
         device_name=_DEVICE.value,
         device=device,
         count=_count(config if is_file else None),

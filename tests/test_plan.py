@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 
+import folders
 import pytest
 import runs
 
@@ -19,9 +20,10 @@ commandline.define_config()
 results = []
 for argv in json.load(sys.stdin):
     out, err, status = io.StringIO(), io.StringIO(), None
+    sys.argv = ["plan", *argv]  # where the fields of --config are looked for
     with flagsaver.flagsaver(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            commandline.run(plan.main, ["plan", *argv])
+            commandline.run(plan.main)
         except SystemExit as exit:
             status = exit.code
     results.append((status, out.getvalue(), err.getvalue()))
@@ -29,10 +31,19 @@ print(json.dumps(results))
 """
 TRAIN = ["--model=gpt2", "--task=train", "--device=l4", "--count=2", "--batch_size=8", "--confirm=0"]
 FILE = ["--config=configs/gpt2_124m.py", "--task=train", "--device=h100", "--confirm=0"]
+BARE = str(runs.ROOT / "tests" / "planning" / "bare.py")
+WEIGHTS = "WEIGHTS"  # in an argument: a folder with a model
+TYPED = [
+    *(f"--config={BARE}", "--device=h100", "--confirm=0"),
+    *(f"--config.init_from={WEIGHTS}", "--config.data.source=tokens", "--config.data.path=ids.bin"),
+    "--config.data.sequence_length=64",
+]
 COMMANDS = {
     "train": TRAIN,
     "train json": [*TRAIN, "--json"],
     "file": [*FILE, "--json"],
+    "typed train": [*TYPED, "--task=train", "--config.mesh.data=2", "--config.train.steps=7"],
+    "typed infer": [*TYPED, "--task=infer", "--weights=bf16", "--cache=bf16", "--config.model.rope_theta=5000.0"],
     "infer": ["--model=llama3-8b", "--task=infer", "--device=l4", "--json"],
     "infer text": ["--model=llama3-8b", "--task=infer", "--device=l4", "--confirm=0"],
     "nothing": ["--model=llama3-70b", "--task=train", "--device=l4", "--count=1", "--batch_size=64", "--confirm=0"],
@@ -54,10 +65,16 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def results():
+def weights(tmp_path_factory):
+    model = folders.FAMILIES["llama"]
+    return folders.write(tmp_path_factory.mktemp("plan") / "a model", model, folders.random_tree(model))
+
+
+@pytest.fixture(scope="module")
+def results(weights):
     child = subprocess.run(
         [sys.executable, "-c", DRIVER],
-        input=json.dumps(list(COMMANDS.values())),
+        input=json.dumps(list(COMMANDS.values())).replace(WEIGHTS, str(weights)),
         capture_output=True,
         text=True,
         cwd=runs.ROOT,
@@ -113,6 +130,31 @@ def test_of_a_file_model_data_and_optimizer_hold(results):
     assert told["model"] == "gpt2"
     assert told["tokens_per_step"] == 512 * 1024
     assert not any("optimizer.name" in override or "batch_size" in override for override in told["best"]["overrides"])
+
+
+def printed(out, module):
+    """The words of a command as it is printed."""
+    return shlex.split(out[out.index(f"python -m {module}") :].replace("\\\n", " ").splitlines()[0])
+
+
+@pytest.mark.parametrize(("task", "modules"), [("train", ["ledger", "train"]), ("infer", ["ledger"])])
+def test_what_the_person_has_typed_is_in_the_commands(results, weights, task, modules):
+    status, out, err = results[f"typed {task}"]
+    assert status == 0, err
+    typed = {word.replace(WEIGHTS, str(weights)) for word in COMMANDS[f"typed {task}"] if word.startswith("--config.")}
+    typed.discard("--config.mesh.data=2")  # the plan's to choose
+    for module in modules:
+        words = printed(out, f"jaxllm.{module}")
+        assert typed <= set(words), (typed, words)
+        assert len([word for word in words if word.startswith("--config.mesh.data=")]) <= 1
+    if task == "infer":
+        return
+    words = printed(out, "jaxllm.ledger")
+    told = subprocess.run(
+        [sys.executable, *words[1:], "--json"], capture_output=True, text=True, cwd=runs.ROOT, env=runs.environment()
+    )
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout)["model"] == str(weights)
 
 
 def test_inference(results):

@@ -22,7 +22,7 @@ def both(request: Request, output: Output) -> dict[str, Any]:
     render.show_bills(train_ledger, infer_ledger, request.device, output.console)
     output.say(f"training, {'as it is fastest' if trained.fitting else 'does not fit; the closest'}: {closest.told}")
     if not trained.fitting:
-        for remedy in remedies.remedies(trained, request.margin)[:2]:
+        for remedy in remedies.remedies(trained, request.margin, bool(request.file))[:2]:
             output.say(f"  would fit with {remedy}")
     output.say(f"inference, {'as it is fastest' if sampled.fitting else 'does not fit; the closest'}: {serving.told}")
     if not sampled.fitting:

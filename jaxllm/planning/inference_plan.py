@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.planning import confirm, inference, render, told
+from jaxllm.planning import confirm, inference, overrides, render, told
 from jaxllm.planning.confirm import Confirmation
 from jaxllm.planning.request import Output, Request, compiler
 
@@ -36,11 +36,11 @@ def infer(request: Request, output: Output) -> dict[str, Any]:
         f"--cache={best.cache}",
     ]
     device = [] if request.device_name == "auto" else [f"--device={request.device_name}"]
-    named = [] if request.file else [f"--config.model.name={request.config.model.name}"]
+    named = {"model.name": request.config.model.name} if request.typed is None else request.typed
     command = ["python", "-m", "jaxllm.ledger", "--config", request.file or "FILE.py", "--task=infer", *device]
     if not request.file:
         output.say("FILE.py: any whose get_config() returns Config()")
-    render.show_commands([[*command, *values, *named]], output.console)
+    render.show_commands([[*command, *values, *overrides.arguments(named)]], output.console)
     ledger = inference.ledger_of(request.name, request.model, request.device, best)
     return told.inference_json(found, made, output.top, {"flags": values, "ledger": ledger.to_json()}) | {
         "nothing_fits": None

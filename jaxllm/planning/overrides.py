@@ -1,6 +1,7 @@
 """A plan as a person uses it: overrides for a command line, or a file of a run."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm import config as config_lib
@@ -11,19 +12,20 @@ from jaxllm.planning.space import Choice, Space
 _RUN = ("model.name", "data.sequence_length", "train.batch_size", "optimizer.name")
 
 
-def fields(space: Space, choice: Choice, is_file: bool) -> dict[str, Any]:
-    """Dotted path -> value of what a choice sets.
+def fields(space: Space, choice: Choice, typed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Dotted path -> value of what a command line has to say for a run to be the planned one.
 
     Args:
-      is_file: whether the run is a file's, which has the rest: then only what is not as the file has it.
+      typed: what the person has overridden in the run's file already, which has the rest; the choice has the last
+        word. None where there is no file.
     """
     before = config_lib.field_paths(space.base)
-    if is_file:
-        return {path: value for path, value in choice.fields.items() if before[path] != value}
+    if typed is not None:
+        return {**typed, **{path: value for path, value in choice.fields.items() if before[path] != value}}
     return {path: before[path] for path in _RUN} | choice.fields
 
 
-def arguments(values: dict[str, Any]) -> list[str]:
+def arguments(values: Mapping[str, Any]) -> list[str]:
     """As a shell takes them."""
     return [f"--config.{path}={value}" for path, value in values.items()]
 

@@ -33,19 +33,22 @@ class Remedy:
         return f"{self.what}: {self.flags} (needs {format_bytes(self.peak_bytes)})"
 
 
-def remedies(found: Search, margin: float) -> list[Remedy]:
+def remedies(found: Search, margin: float, is_file: bool) -> list[Remedy]:
     """Of each kind of change the smallest that fits, where one does.
 
     Only the most frugal choices are looked at, of which the search has found that they do not fit as it is.
+
+    Args:
+      is_file: whether the run is a file's, which is changed by other flags than one made of a model's name.
     """
     space, budget = found.space, found.budget
     kinds = (
         _more_devices(space, budget),
         _larger_device(space, found.device, margin),
-        _shorter(space, budget),
+        _shorter(space, budget, is_file),
         _moments(space, budget),
         _pure(space, budget),
-        _optimizers(space, budget),
+        _optimizers(space, budget, is_file),
     )
     return [first for first in (next(kind, None) for kind in kinds) if first is not None]
 
@@ -84,7 +87,7 @@ def _larger_device(space: Space, device: Device, margin: float) -> Iterator[Reme
                 yield Remedy(f"a larger device, {other.name}", f"--device={name}", peak)
 
 
-def _shorter(space: Space, budget: int) -> Iterator[Remedy]:
+def _shorter(space: Space, budget: int, is_file: bool) -> Iterator[Remedy]:
     """Sequences of half the length, a quarter, …; as many tokens a step."""
     base, length, factor = space.base, space.length, 2
     while length % factor == 0 and length // factor >= SHORTEST:
@@ -92,7 +95,11 @@ def _shorter(space: Space, budget: int) -> Iterator[Remedy]:
         shorter.data.sequence_length, shorter.train.batch_size = length // factor, base.train.batch_size * factor
         peak = _needs(_with(space, shorter), budget)
         if peak is not None:
-            yield Remedy("shorter sequences", f"--sequence_length={length // factor}", peak)
+            flags = f"--sequence_length={length // factor}"
+            if is_file:
+                more = f"--config.train.batch_size={shorter.train.batch_size}"
+                flags = f"--config.data.sequence_length={length // factor} {more}"
+            yield Remedy("shorter sequences", flags, peak)
         factor *= 2
 
 
@@ -110,14 +117,15 @@ def _pure(space: Space, budget: int) -> Iterator[Remedy]:
             yield Remedy("weights in bfloat16, without float32 masters", "--precision=bf16_pure", peak)
 
 
-def _optimizers(space: Space, budget: int) -> Iterator[Remedy]:
+def _optimizers(space: Space, budget: int, is_file: bool) -> Iterator[Remedy]:
     for name in _SMALLER_STATE:
         if name != space.base.optimizer.name:
             other = copy.deepcopy(space.base)
             other.optimizer.name = name
             peak = _needs(_with(space, other), budget)
             if peak is not None:
-                yield Remedy("an optimizer with less state", f"--optimizer={name}", peak)
+                flags = f"--config.optimizer.name={name}" if is_file else f"--optimizer={name}"
+                yield Remedy("an optimizer with less state", flags, peak)
 
 
 def _with(space: Space, base: Config) -> Space:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +25,7 @@ class Request:
     Attributes:
       config: the run; a choice replaces some of its fields.
       file: that it comes from; "" where it is made of a model's name.
+      typed: field -> value of what is not as the file has it, because the person says so; None where there is none.
       device_name: as `--device` has it.
       count: devices of training.
       budget: bytes of one device that may be taken.
@@ -35,6 +38,7 @@ class Request:
     config: Config
     model: Architecture
     file: str
+    typed: Mapping[str, Any] | None
     device_name: str
     device: Device
     count: int

@@ -25,7 +25,7 @@ def train(request: Request, output: Output) -> dict[str, Any]:
         made = confirm.confirm_training(found, wanted, compile_for)
     render.show_training(found, made, output.top, output.console)
     best = made.remaining(found.fitting)[0].choice
-    values = overrides.arguments(overrides.fields(found.space, best, bool(request.file)))
+    values = overrides.arguments(overrides.fields(found.space, best, request.typed))
     chosen = found.space.configured(best)
     on = f"{request.count} × {request.device.name}"
     file, typed = request.file or "FILE.py", values
@@ -75,7 +75,7 @@ def _remedies(found: training.Search, request: Request, output: Output) -> dict[
         raise UserError(f"no array of {request.name} can be split over any mesh of {request.count} devices")
     choice = found.closest[0]
     ledger = training.ledger_of(found.space, choice)
-    helping = remedies.remedies(found, request.margin)
+    helping = remedies.remedies(found, request.margin, bool(request.file))
     render.show_nothing_fits(choice.told, ledger, request.budget, helping, output.console)
     return told.nothing_json(choice.fields, ledger, request.budget, helping)
 

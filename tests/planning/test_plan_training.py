@@ -152,7 +152,7 @@ def test_overrides_make_the_same_peak():
     found = training.search(searched, H100, 3_000_000)
     for verdict in found.fitting[:20]:
         config = run()
-        for argument in overrides.arguments(overrides.fields(searched, verdict.choice, is_file=False)):
+        for argument in overrides.arguments(overrides.fields(searched, verdict.choice, None)):
             path, _, value = argument.removeprefix("--config.").partition("=")
             section, name = path.split(".")
             kind = type(getattr(getattr(config, section), name))
@@ -173,10 +173,14 @@ def test_a_written_file_makes_the_same_run(tmp_path):
 def test_of_a_file_only_what_differs_is_told():
     searched = small()
     best = training.search(searched, H100, 10**12).fitting[0].choice
-    told = overrides.fields(searched, best, is_file=True)
+    told = overrides.fields(searched, best, {})
     before = config_lib.field_paths(searched.base)
     assert told == {path: value for path, value in best.fields.items() if before[path] != value}
     assert "train.batch_size" not in told
+    typed = {"init_from": "some/model", "mesh.zero": 7}
+    again = overrides.fields(searched, best, typed)
+    assert again["init_from"] == "some/model"
+    assert again == typed | told
 
 
 def test_more_devices_are_never_slower():
@@ -246,12 +250,27 @@ def test_remedies_fit_and_the_count_is_the_smallest():
     budget = training.smallest_peak(small(1, precisions=("bf16_pure",)))
     found = training.search(small(1), H100, budget)
     assert not found.fitting
-    helping = {remedy.flags.partition("=")[0]: remedy for remedy in remedies.remedies(found, 0.05)}
+    helping = {remedy.flags.partition("=")[0]: remedy for remedy in remedies.remedies(found, 0.05, False)}
     count = int(helping["--count"].flags.partition("=")[2])
     assert count == next(n for n in (1, 2, 4) if training.search(small(n), H100, budget).fitting)
     assert set(helping) >= {"--precision", "--device"}
     for flag, remedy in helping.items():
         assert flag == "--device" or remedy.peak_bytes <= budget
+
+
+def test_what_would_fit_is_typed_as_the_run_was(monkeypatch):
+    """A file's fields are changed by --config.…; the plan's own flags for them go with a model's name only."""
+    monkeypatch.setattr(remedies, "_needs", lambda space, budget: 1)
+    monkeypatch.setattr(remedies, "SHORTEST", 1)
+    found = training.search(small(1), H100, 1)
+    length, batch = found.space.length, found.space.base.train.batch_size
+    for is_file in (True, False):
+        flags = " ".join(remedy.flags for remedy in remedies.remedies(found, 0.05, is_file)) + " "
+        halved = f"--config.data.sequence_length={length // 2} --config.train.batch_size={2 * batch} "
+        assert (halved in flags) == is_file
+        assert ("--config.optimizer.name=" in flags) == is_file
+        assert (f" --sequence_length={length // 2} " in flags) != is_file
+        assert (" --optimizer=" in flags) != is_file
 
 
 def test_ten_thousand_candidates_are_judged():
