@@ -5,12 +5,15 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import compiler
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
 from jaxllm.config import Config
+from jaxllm.train import checkpoint, start
 from jaxllm.train.loop import Trainer
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -51,6 +54,12 @@ def train(config: Config, workdir: pathlib.Path) -> tuple[int, str]:
     out = io.StringIO()
     status = Trainer(config, pathlib.Path(os.path.relpath(workdir)), Console(file=out, width=100)).run()
     return status, out.getvalue()
+
+
+def trained(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
+    """(configuration, float32 parameters) of a run's newest whole checkpoint, as sampling opens it."""
+    opened = start.open_workdir(pathlib.Path(workdir))
+    return checkpoint.newest(workdir)[1], opened.load(jnp.float32)
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -38,12 +38,18 @@ def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int
     Args:
       capacity: tokens that a row's cache has; None is the model's context.
     Raises:
-      UserError: no tokens, or too many for one more to fit.
+      UserError: no tokens, one that the model does not have, or too many for one more to fit.
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     tokens = np.concatenate([np.array(begin, np.int32), tokenizer.encode(prompt)])
     if not len(tokens):
         raise UserError("--prompt is empty and the tokenizer has no begin token; give at least one character")
+    largest = int(tokens.max())
+    if largest >= model.vocab_size:
+        raise UserError(
+            f"--prompt has a special token of id {largest} and the model's vocab_size is {model.vocab_size}: it has "
+            "no weights for that token; leave it out"
+        )
     context = model.context_length
     limit = min(context, capacity or context)
     if len(tokens) >= limit:

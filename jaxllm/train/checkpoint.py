@@ -19,13 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jaxllm import architectures
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.errors import UserError
-from jaxllm.model import specs
 from jaxllm.train import arrays, manifest
 from jaxllm.train.distributed import Job
 from jaxllm.train.state import TrainState
@@ -229,17 +226,6 @@ def check_same_run(stored: dict[str, Any], config: Config, path: pathlib.Path) -
         raise UserError(
             f"{path} belongs to another configuration: {told}{more}; use another --workdir or the old values"
         )
-
-
-def load_model(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
-    """(configuration, float32 parameter tree) of the newest whole checkpoint of a training run.
-
-    Raises:
-      UserError: not a workdir, or none of its checkpoints is whole.
-    """
-    path, config = newest(workdir)
-    abstract = specs.abstract(specs.param_specs(architectures.resolve(config.model)), jnp.float32)
-    return config, arrays.restore_params((path / "state").absolute(), abstract)
 
 
 def newest(workdir: str | os.PathLike[str]) -> tuple[pathlib.Path, Config]:

@@ -11,7 +11,6 @@ import runs
 from jaxllm import hardware, programs
 from jaxllm.errors import RunError, UserError
 from jaxllm.ledger import training_bill
-from jaxllm.train import checkpoint
 
 TPU_REFUSAL = (
     "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
@@ -144,7 +143,7 @@ def test_a_step_that_fails_keeps_the_checkpoint(corpus, tmp_path, monkeypatch):
             runs.train(runs.tiny_config(corpus), tmp_path)
     assert saved(tmp_path) == ["00000003"]
     assert runs.train(runs.tiny_config(corpus), tmp_path)[0] == 0
-    assert checkpoint.load_model(tmp_path)[0].train.steps == 8
+    assert runs.trained(tmp_path)[0].train.steps == 8
 
 
 def test_another_failure_is_no_shortage(corpus, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def test_round_trip_keeps_the_newest_two(tmp_path, run):
     found, said = restored(tmp_path, run)
     assert_is_step(found, run, 3)
     assert said == []
-    config, params = checkpoint.load_model(tmp_path)
+    config, params = runs.trained(tmp_path)
     assert config == run[0]
     jax.tree.map(np.testing.assert_array_equal, params, at(run[1], 3).params)
 
@@ -91,7 +91,7 @@ def test_damaged_newest_is_skipped_and_kept(tmp_path, run, name):
     damage, word = DAMAGES[name]
     folder = saved(tmp_path, run)
     damage(folder / "00000002")
-    _, params = checkpoint.load_model(tmp_path)
+    _, params = runs.trained(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, params, at(run[1], 1).params)
     found, said = restored(tmp_path, run)
     assert_is_step(found, run, 1)
@@ -174,7 +174,7 @@ def test_failed_background_write_is_told_and_leaves_the_last_good(tmp_path, run,
 
 def test_not_a_workdir(tmp_path):
     with pytest.raises(UserError, match="not the workdir"):
-        checkpoint.load_model(tmp_path)
+        runs.trained(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="no usable checkpoint"):
-        checkpoint.load_model(tmp_path)
+        runs.trained(tmp_path)

@@ -107,7 +107,7 @@ def test_opens_on_every_mesh_and_comes_back_unchanged(base, corpus, tmp_path):
         assert jax.tree.map(lambda x: x.sharding, state) == wanted, name(fields)
         shapes.add(str(jax.tree.map(jnp.shape, state.params)))
         place = save(tmp_path / name(fields), here, state)
-        _, params = checkpoint.load_model(place)
+        _, params = runs.trained(place)
         jax.tree.map(np.testing.assert_array_equal, params, want.params)
     assert len(shapes) > 2, "the meshes were to pad differently"
 

@@ -21,7 +21,7 @@ from jaxllm.interop import opening
 from jaxllm.interop import text as texts
 from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.model import specs
-from jaxllm.train import checkpoint, start
+from jaxllm.train import start
 from jaxllm.train.loop import Trainer
 
 RECORDS = [{"prompt": f"say {n}", "answer": "ab" * (1 + n % 5)} for n in range(40)]
@@ -132,7 +132,7 @@ def test_a_run_learns_answers_and_leaves_all_it_needs(plain, source, tmp_path):
     opened = start.open_any(str(workdir))
     assert opened.model.layers == 2
     assert opened.chat_template == own.chat_template
-    _, params = checkpoint.load_model(workdir)
+    _, params = runs.trained(workdir)
     assert same(params, opened.load(jnp.float32))
 
 
@@ -164,7 +164,7 @@ def test_interrupted_and_whole_are_the_same(plain, source, tmp_path):
     shutil.rmtree(max((workdir / "checkpoints").glob("[0-9]*")))
     made = config(source, plain[0].parent)
     run(made, workdir)
-    assert same(checkpoint.load_model(plain[0])[1], checkpoint.load_model(workdir)[1])
+    assert same(runs.trained(plain[0])[1], runs.trained(workdir)[1])
 
 
 @pytest.mark.parametrize("stage", [1, 3])

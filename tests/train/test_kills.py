@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import runs
 
-from jaxllm.train import checkpoint, metrics
+from jaxllm.train import metrics
 
 KILLS = 20
 STEPS = 1200
@@ -62,8 +62,8 @@ def test_random_kills_end_bitwise_equal(tmp_path):
     assert max(reached) > EVERY, f"the kills must land in training, not only before it: {reached}"
     finish(start(config_file, tmp_path / "killed", tmp_path / "cache"))
 
-    _, got = checkpoint.load_model(tmp_path / "killed")
-    _, want = checkpoint.load_model(tmp_path / "whole")
+    _, got = runs.trained(tmp_path / "killed")
+    _, want = runs.trained(tmp_path / "whole")
     jax.tree.map(np.testing.assert_array_equal, got, want)
     losses = [
         [r["loss"] for r in metrics.read(tmp_path / name / "metrics.jsonl") if r["kind"] == "step"]

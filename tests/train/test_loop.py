@@ -12,7 +12,7 @@ import pytest
 import runs
 
 from jaxllm.errors import RunError, UserError
-from jaxllm.train import checkpoint, loop, metrics
+from jaxllm.train import loop, metrics
 from jaxllm.train import workdir as workdir_lib
 
 
@@ -65,8 +65,8 @@ def test_times_add_up_to_the_wall_clock(whole):
 
 
 def assert_same_end(workdir, whole):
-    _, got = checkpoint.load_model(workdir)
-    _, want = checkpoint.load_model(whole[0])
+    _, got = runs.trained(workdir)
+    _, want = runs.trained(whole[0])
     jax.tree.map(np.testing.assert_array_equal, got, want)
     for field in ("step", "loss", "grad_norm", "lr"):
         assert [r[field] for r in steps_of(workdir)] == [r[field] for r in steps_of(whole[0])]
@@ -74,7 +74,7 @@ def assert_same_end(workdir, whole):
 
 def test_second_time_says_it_is_done(whole):
     before = (whole[0] / "metrics.jsonl").read_text()
-    status, text = runs.train(checkpoint.load_model(whole[0])[0], whole[0])
+    status, text = runs.train(runs.trained(whole[0])[0], whole[0])
     assert status == 0
     assert "is done" in text
     assert (whole[0] / "metrics.jsonl").read_text() == before

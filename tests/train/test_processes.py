@@ -16,7 +16,7 @@ import pytest
 import runs
 
 from jaxllm.errors import UserError
-from jaxllm.train import checkpoint, distributed, metrics, shares
+from jaxllm.train import distributed, metrics, shares
 from jaxllm.train.distributed import Job
 from jaxllm.train.stopping import Stop
 
@@ -164,8 +164,8 @@ def test_a_killed_process_ends_the_job_and_the_restart_is_exact(two, tmp_path, v
     told = JobOnThisMachine(tmp_path, 2).finish()
     assert [status for status, *_ in told] == [0, 0], told
     assert "resuming" in told[0][1]
-    _, got = checkpoint.load_model(job.workdir)
-    _, want = checkpoint.load_model(workdir)
+    _, got = runs.trained(job.workdir)
+    _, want = runs.trained(workdir)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert [r["loss"] for r in steps_of(job.workdir)] == [r["loss"] for r in steps_of(workdir)]
 
