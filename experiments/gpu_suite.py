@@ -38,7 +38,7 @@ from suite.records import Context, Record
 
 # Section -> (module, share of the time), in the order in which they run.
 SECTIONS = {
-    "correctness": ("correctness", 22),
+    "correctness": ("correctness", 30),
     "attention": ("attention", 22),
     "ledger": ("memory", 14),
     "training": ("training", 24),
@@ -59,6 +59,18 @@ def environment() -> dict[str, Any]:
     return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
 
 
+def require_gpu(tiny: bool) -> None:
+    """Ends the process where JAX has found no GPU, on which alone the sizes make sense.
+
+    Raises:
+      SystemExit: with status 2 and one line.
+    """
+    told = environment()
+    if not tiny and told["platform"] != "gpu":
+        print(f"JAX runs on {told['device']} here, not on a GPU: install jax[cuda12], or add --tiny", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def driver() -> str:
     """The NVIDIA driver's version; "none" where there is none."""
     try:
@@ -72,6 +84,7 @@ def driver() -> str:
 def section(context: Context) -> None:
     """A section, in this process."""
     if context.section != "ledger":  # which leaves the device to processes of its own
+        require_gpu(context.tiny)
         context.add("environment", detail=environment(), note="the device that ran it")
     try:
         importlib.import_module(f"suite.{SECTIONS[context.section][0]}").run(context)
@@ -193,6 +206,7 @@ def main() -> int:
     if arguments.cell is None:
         section(context)
     else:
+        require_gpu(context.tiny)
         from suite import memory  # imports JAX, which the process that starts all others must not
 
         memory.cell(context, arguments.cell)

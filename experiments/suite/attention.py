@@ -1,6 +1,7 @@
 """Section b: TFLOP/s of causal self-attention in bfloat16, ours beside cuDNN's and JAX's own kernels, over lengths."""
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,19 +12,17 @@ from suite.records import Context, told
 TOKENS, WIDTH = 32768, 2048  # of a batch, and of all heads together
 LENGTHS = (4096, 1024, 32768, 8192, 2048, 16384)  # the first are measured first
 HEAD_DIMS = (128, 64)
+# (batch, length, heads, head dimension, with the backward pass)
+Shape = tuple[int, int, int, int, bool]
 TINY_TOKENS, TINY_WIDTH, TINY_LENGTHS, TINY_HEADS = 64, 32, (64,), (16,)
 
 
-def shapes(tiny: bool) -> list[tuple[int, int, int, int, bool]]:
-    """(batch, length, heads, head dimension, with the backward pass), the most telling first."""
+def shapes(length: int, tiny: bool) -> list[Shape]:
+    """Those of a length."""
     tokens, width = (TINY_TOKENS, TINY_WIDTH) if tiny else (TOKENS, WIDTH)
-    lengths, head_dims = (TINY_LENGTHS, TINY_HEADS) if tiny else (LENGTHS, HEAD_DIMS)
-    return [
-        (tokens // length, length, width // head_dim, head_dim, backward)
-        for length in lengths
-        for head_dim in head_dims
-        for backward in (False, True)
-    ]
+    head_dims = TINY_HEADS if tiny else HEAD_DIMS
+    sizes = [(tokens // length, length, width // head_dim, head_dim) for head_dim in head_dims]
+    return [(*size, backward) for size in sizes for backward in (False, True)]
 
 
 def candidates(device: jax.Device, head_dim: int) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def candidates(device: jax.Device, head_dim: int) -> dict[str, Any]:
     return found
 
 
-def lowered(shape: tuple[int, int, int, int, bool]) -> tuple[dict[str, jax.stages.Lowered], dict[str, str]]:
+def lowered(shape: Shape) -> tuple[dict[str, jax.stages.Lowered], dict[str, str]]:
     """Programs of a shape, by name; and why others could not be traced."""
     _, length, _, head_dim, backward = shape
     programs, failed = {}, {}
@@ -51,47 +50,49 @@ def lowered(shape: tuple[int, int, int, int, bool]) -> tuple[dict[str, jax.stage
     return programs, failed
 
 
-def compare(context: Context, shape: tuple[int, int, int, int, bool]) -> None:
-    """One record of a shape: ours, the others beside, and how many times theirs it is."""
-    batch, length, heads, head_dim, backward = shape
-    programs, failed = lowered(shape)
-    seconds: dict[str, timing.Timing] = {}
-    for name, executable in timing.compile_all(programs).items():
+def compare(context: Context, shapes_: Sequence[Shape]) -> None:
+    """Compiles the programs of some shapes side by side, then times one after the other: a record a shape."""
+    programs: dict[tuple[Shape, str], jax.stages.Lowered] = {}
+    failed: dict[Shape, dict[str, str]] = {}
+    for shape in shapes_:
+        made, failed[shape] = lowered(shape)
+        programs |= {(shape, name): program for name, program in made.items()}
+    seconds: dict[Shape, dict[str, timing.Timing]] = {shape: {} for shape in shapes_}
+    for (shape, name), executable in timing.compile_all(programs).items():
         if isinstance(executable, Exception):
-            failed[name] = told(executable)
+            failed[shape][name] = told(executable)
             continue
         try:
             arguments = rivals.arrays(*shape[:4], name.startswith("ours"))
-            seconds[name] = timing.measure(functools.partial(executable, *arguments))
+            seconds[shape][name] = timing.measure(functools.partial(executable, *arguments))
         except Exception as error:  # it compiles, and does not run
-            failed[name] = told(error)
-    name = f"{'forward + backward' if backward else 'forward'}, head {head_dim}, {batch} × {length}"
+            failed[shape][name] = told(error)
+    for shape in shapes_:
+        context.add(**record(shape, seconds[shape], failed[shape]))
+
+
+def record(shape: Shape, seconds: Mapping[str, timing.Timing], failed: Mapping[str, str]) -> dict[str, Any]:
+    """Fields: the rate of our fastest, the others beside, and how many times theirs it is."""
+    batch, length, heads, head_dim, backward = shape
+    fields: dict[str, Any] = {
+        "name": f"{'forward + backward' if backward else 'forward'}, head {head_dim}, {batch} × {length}",
+        "detail": {"failed": dict(failed), "seconds": {name: vars(timed) for name, timed in seconds.items()}},
+    }
     best = min((x for x in seconds if x.startswith("ours")), key=lambda x: seconds[x].median, default=None)
     if best is None:
-        context.add(name, note=f"failed: {failed}"[:200], detail={"failed": failed})
-        return
+        return fields | {"note": f"failed: {dict(failed)}"[:200]}
     flops = work.attention_flops(batch, heads, length, head_dim, backward) / 1e12
-    others = {x: flops / seconds[x].median for x in seconds if x != best}
-    context.add(
-        name,
-        unit="TFLOP/s",
-        **seconds[best].rate(flops),
-        beside=others,
-        detail={
-            "version": best,
-            "seconds": {x: vars(timed) for x, timed in seconds.items()},
-            "failed": failed,
-        },
-        note=", ".join(
-            [f"{flops / seconds[best].median / rate:.2f}× {x}" for x, rate in others.items()]
-            + [f"no {x}" for x in failed]
-        ),
-    )
+    others = {name: flops / timed.median for name, timed in seconds.items() if name != best}
+    ratios = [f"{flops / seconds[best].median / rate:.2f}× {name}" for name, rate in others.items()]
+    fields["detail"]["version"] = best
+    fields["note"] = ", ".join([*ratios, *(f"no {name}" for name in failed)])
+    return fields | {"unit": "TFLOP/s", "beside": others, **seconds[best].rate(flops)}
 
 
 def run(context: Context) -> None:
-    longest = 4.0
-    for shape in shapes(context.tiny):
+    longest = 1.0 if context.tiny else 8.0
+    for length in TINY_LENGTHS if context.tiny else LENGTHS:
         before = context.left()
-        context.attempt(f"attention {shape}", 1.2 * longest, functools.partial(compare, context, shape))
+        act = functools.partial(compare, context, shapes(length, context.tiny))
+        context.attempt(f"attention over {length} tokens", 1.2 * longest, act)
         longest = max(longest, before - context.left())

@@ -51,7 +51,9 @@ def tiles(chosen: Tiles) -> Iterator[None]:
     """What is traced within works in these tiles."""
     real = flash_triton.tiles_for
     flash_triton.tiles_for = lambda *_: chosen
+    jax.clear_caches()  # of traces with other tiles
     try:
         yield
     finally:
         flash_triton.tiles_for = real
+        jax.clear_caches()

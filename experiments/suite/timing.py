@@ -61,10 +61,10 @@ def measure(run: Callable[[], Any], repeats: int = REPEATS, least_seconds: float
     return Timing(statistics.median(seconds), min(seconds), max(seconds), repeats, calls)
 
 
-def compile_all(lowered: Mapping[str, jax.stages.Lowered]) -> dict[str, jax.stages.Compiled | Exception]:
+def compile_all(lowered: Mapping[Any, jax.stages.Lowered]) -> dict[Any, jax.stages.Compiled | Exception]:
     """The executables, compiled side by side; an error in the place of one that could not be."""
 
-    def one(name: str) -> jax.stages.Compiled | Exception:
+    def one(name: Any) -> jax.stages.Compiled | Exception:
         try:
             return lowered[name].compile()
         except Exception as error:  # the compiler's, of any kind

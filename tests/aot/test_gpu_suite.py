@@ -1,5 +1,6 @@
 """The GPU suite's programs, compiled for a GPU that is not there: the sizes that it meets first on a real one."""
 
+import dataclasses
 import functools
 import sys
 
@@ -57,23 +58,20 @@ def test_decode_attention_over_the_largest_cache(int8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
 @pytest.mark.parametrize("kernel", tune.CHOICES)
-def test_some_of_the_tiles_compile(kernel, head_dim):
-    """A choice that is too much for a multiprocessor is a line in the suite; not all may be."""
+def test_tiles_compile(kernel):
+    """The first choice of each kernel. One that is too much for a multiprocessor is a line in the suite."""
+    head_dim = 128
     arguments = jax.eval_shape(functools.partial(rivals.arrays, 1, 1024, 2, head_dim, True))
     now = tiles_for("gpu", head_dim, "bfloat16")
-    done = 0
-    for numbers in tune.CHOICES[kernel][:2]:
-        with ours.tiles(type(now)(**{**vars(now), kernel: Tile(*numbers)})):
-            compiles(rivals.program(ours.causal(head_dim), kernel != "forward"), arguments)
-        done += 1
-    assert done == 2
+    first = Tile(*tune.CHOICES[kernel][0])
+    with ours.tiles(dataclasses.replace(now, **{kernel: first})):
+        compiles(rivals.program(ours.causal(head_dim), kernel != "forward"), arguments)
 
 
 @pytest.mark.slow
 def test_cells_of_the_correctness_section_compile():
-    for cell in grid("flash", False)[::6]:
+    for cell in grid("flash", False)[::9]:
         compiles(*flash_program(cell, ours.attend))
-    for cell in grid("decode", False)[::6]:
+    for cell in grid("decode", False)[::9]:
         compiles(*decode_program(cell))
