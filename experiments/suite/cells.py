@@ -27,8 +27,8 @@ DECODE: dict[str, Sequence[Any]] = {
     "int8": (False, True),
 }
 TINY = {
-    "flash": {"dtype": ("bfloat16", "float32"), "lengths": ((33, 40),), "head_dim": (16,), "causal": (True,)},
-    "decode": {"dtype": ("bfloat16",), "slots": (40,), "head_dim": (16,), "int8": (False, True)},
+    "flash": {"dtype": ("bfloat16",), "lengths": ((33, 40),), "head_dim": (16,), "causal": (True,)},
+    "decode": {"dtype": ("bfloat16",), "slots": (40,), "head_dim": (16,), "int8": (True,)},
 }
 
 

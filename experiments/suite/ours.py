@@ -13,12 +13,13 @@ from jaxllm.kernels import flash_triton
 from jaxllm.kernels.flash_attention import flash_attention
 from jaxllm.kernels.flash_blocks import Tiles
 
+TRITON = "triton"
 _TAKES = inspect.signature(flash_attention).parameters
 
 
 def versions(device: jax.Device) -> dict[str, dict[str, Any]]:
     """Name -> the arguments of `flash_attention` that choose it: Triton's, and Mosaic's from Hopper on."""
-    found: dict[str, dict[str, Any]] = {"triton": {}}
+    found: dict[str, dict[str, Any]] = {TRITON: {}}
     capability = str(getattr(device, "compute_capability", "0"))
     if "backend" in _TAKES and float(capability or 0) >= 9:
         found["mosaic"] = {"backend": "mosaic_gpu"}
