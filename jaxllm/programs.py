@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxllm import remat_policy
 from jaxllm.config import Architecture, Config
-from jaxllm.data.pipeline import BATCH_FIELDS
+from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.decode import generate
 from jaxllm.decode import state as decode_state
 from jaxllm.mesh import batch_sharding, replicated
@@ -91,7 +91,7 @@ def abstract_state(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """A step's batch, likewise; the fields of `jaxllm.data.pipeline.BATCH_FIELDS`."""
+    """A step's batch, likewise; the fields of `jaxllm.data.batch.BATCH_FIELDS`."""
     shape = (config.train.batch_size, config.data.sequence_length)
     placed = batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for name, dtype in BATCH_FIELDS.items()}

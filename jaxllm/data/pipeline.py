@@ -25,16 +25,6 @@ from jaxllm.interop import text as texts
 from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import Tokenizer
 
-# The fields of a batch that go to the device, each [batch, sequence_length]. Beside them `documents` (int32, index of
-# each token's document, -1 on padding) stays on the host.
-BATCH_FIELDS: dict[str, type] = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "segment_ids": np.int32,  # from 1 in each row; 0 is padding; attention stays within one
-    "positions": np.int32,  # from 0 in each document, and again in each row that it goes on in
-    "weights": np.float32,  # 1 where the target counts, 0 on padding and, of conversations, outside answers
-}
-
 _OPEN_ROWS = 16  # that a conversation may go into; more leave less padding, and mix more of an epoch with the next
 _READING_THREADS = 8  # of a process, however many streams it reads
 

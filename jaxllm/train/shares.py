@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxllm.data.pipeline import BATCH_FIELDS
+from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.data.streams import Batch
 from jaxllm.errors import UserError
 

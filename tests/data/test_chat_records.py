@@ -11,6 +11,7 @@ from chats import BEGIN, CHATML, END, START, byte_level, text, write
 
 from jaxllm.config import DataConfig
 from jaxllm.data import conversations, pipeline, sources, turns
+from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.errors import UserError
 from jaxllm.interop.chat import ChatTokenizer
 from jaxllm.interop.text import Text
@@ -197,7 +198,7 @@ def test_conversations_are_packed_whole_with_their_weights(tmp_path):
     assert all(whole(batch, made) for batch in batches)
     assert any(batch["segment_ids"].max() > 1 for batch in batches)
     assert np.mean([(batch["segment_ids"] > 0).mean() for batch in batches]) > 0.6
-    for name, dtype in pipeline.BATCH_FIELDS.items():
+    for name, dtype in BATCH_FIELDS.items():
         assert batches[0][name].dtype == dtype
     batches[0]["weights"] = np.roll(batches[0]["weights"], 1, axis=1)
     assert not whole(batches[0], made)
@@ -255,7 +256,7 @@ def test_every_answer_token_weighs_the_same(tmp_path):
     rows = pipeline.validation_batches(
         DataConfig(source="chat", sequence_length=160), 2, 1, split=sources.Split(made, made)
     )
-    (batch,) = [{name: batch[name] for name in pipeline.BATCH_FIELDS} for batch in rows]
+    (batch,) = [{name: batch[name] for name in BATCH_FIELDS} for batch in rows]
     # Packed they share a row; here each has its own.
     split = {name: np.zeros_like(values) for name, values in batch.items()}
     for row, s in enumerate((1, 2)):

@@ -11,6 +11,7 @@ import pytest
 from jaxllm.config import DataConfig
 from jaxllm.data import documents as documents_lib
 from jaxllm.data import pipeline, sources
+from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import ByteTokenizer
 
@@ -69,8 +70,8 @@ def expected_targets(texts):
 
 def test_fields_shapes_and_types():
     batch = next(train(TEXTS))
-    assert set(batch) == set(pipeline.BATCH_FIELDS) | {"documents"}
-    for name, dtype in pipeline.BATCH_FIELDS.items():
+    assert set(batch) == set(BATCH_FIELDS) | {"documents"}
+    for name, dtype in BATCH_FIELDS.items():
         assert batch[name].shape == (4, 16), name
         assert batch[name].dtype == dtype, name
     assert batch["documents"].dtype == np.int32

@@ -1,0 +1,217 @@
+"""Claim: the attention kernels are right on this GPU; and how fast they, the train step and the generator are on it.
+
+    python experiments/gpu_suite.py                # one GPU, under 9 minutes; writes results/gpu_suite_<device>.json
+    python experiments/gpu_suite.py --only attention,tiles
+    python experiments/gpu_suite.py --tiny         # the same code on a CPU, small, the kernels interpreted
+
+Sections, each in a process of its own with a share of the time, so that what crashes or hangs ends alone:
+
+    correctness   kernels against float64 over a grid of shapes, masks and dtypes; ten repeats
+    attention     TFLOP/s beside cuDNN's and the kernels in JAX's own tree, 1,024 to 32,768 tokens
+    ledger        the ledger's peak, XLA's, and the device's own, of ten configurations
+    training      MFU of train steps of 1B-class models
+    generation    prompt and new tokens a second of the generator
+    decode        bytes a second of decode attention, as a share of a copy
+    tiles         which tile sizes of the kernels are fastest here
+
+Exit status: 1 where a kernel is wrong, or its section did not end; else 0.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import pathlib
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from suite import records, table
+from suite.records import Context, Record
+
+# Section -> (module, share of the time), in the order in which they run.
+SECTIONS = {
+    "correctness": ("correctness", 30),
+    "attention": ("attention", 22),
+    "ledger": ("memory", 14),
+    "training": ("training", 24),
+    "generation": ("generation", 16),
+    "decode": ("bandwidth", 10),
+    "tiles": ("tune", 20),
+}
+SECONDS = 500.0  # of all sections together
+_GRACE = 10.0  # that a section may take past its time, before it is ended
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """What the figures were taken with."""
+    import jax  # starts the device: in a section's process alone
+
+    device = jax.devices()[0]
+    return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+
+
+def require_gpu(tiny: bool) -> None:
+    """Ends the process where JAX has found no GPU, on which alone the sizes make sense.
+
+    Raises:
+      SystemExit: with status 2 and one line.
+    """
+    told = environment()
+    if not tiny and told["platform"] != "gpu":
+        print(f"JAX runs on {told['device']} here, not on a GPU: install jax[cuda12], or add --tiny", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def driver() -> str:
+    """The NVIDIA driver's version; "none" where there is none."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return told[0] if told else "none"
+
+
+def section(context: Context) -> None:
+    """A section, in this process."""
+    if context.section != "ledger":  # which leaves the device to processes of its own
+        require_gpu(context.tiny)
+        context.add("environment", detail=environment(), note="the device that ran it")
+    try:
+        importlib.import_module(f"suite.{SECTIONS[context.section][0]}").run(context)
+    except Exception as error:  # whatever it is, the other sections are none the worse
+        context.add("section", note=f"failed: {records.told(error)}")
+        raise
+    context.add("section", note="ended")
+
+
+def child(name: str, path: pathlib.Path, seconds: float, tiny: bool) -> None:
+    """Runs a section in a process of its own; ends it, and what it started, when its time is over."""
+    command = [sys.executable, __file__, "--section", name, "--records", str(path), "--seconds", str(seconds)]
+    log = path.with_suffix(f".{name}.log")
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command + ["--tiny"] * tiny, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds + _GRACE)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if status:
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        add(path, name, f"exit status {status}: {' '.join(last)}"[:240])
+    elif status is None:
+        add(path, name, f"ended after {seconds + _GRACE:.0f} s, its time")
+
+
+def add(path: pathlib.Path, name: str, note: str) -> None:
+    Context(name, False, 0.0, path).add("section", note=note)
+
+
+def is_correct(found: Sequence[Record]) -> bool:
+    """No check of a kernel fails, there are some, and the section came to its end."""
+    own = [record for record in found if record.section == "correctness"]
+    ended = any(record.name == "section" and record.note == "ended" for record in own)
+    checks = [record.ok for record in own if record.ok is not None]
+    return ended and bool(checks) and all(checks)
+
+
+def document(found: Sequence[Record], seconds: float, tiny: bool, only: Sequence[str]) -> dict[str, Any]:
+    """The JSON of a run."""
+    told = next((dict(record.detail) for record in found if record.name == "environment"), {})
+    return {
+        "device": told.get("device", "unknown"),
+        "platform": told.get("platform", "unknown"),
+        "driver": driver(),
+        "jax": told.get("jax", "unknown"),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "tiny": tiny,
+        "seconds": round(seconds, 1),
+        "correct": is_correct(found) if "correctness" in only else True,
+        "records": [vars(record) for record in found if record.name != "environment"],
+    }
+
+
+def suite(arguments: argparse.Namespace) -> int:
+    """Runs the sections asked for; prints the table, writes the JSON."""
+    only = arguments.only.split(",")
+    unknown = set(only) - set(SECTIONS)
+    if unknown:
+        print(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}", file=sys.stderr)
+        return 2
+    chosen = [name for name in SECTIONS if name in only]
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "records.jsonl"
+        for index, name in enumerate(chosen):
+            # What a section leaves of its share, those after it have.
+            left = arguments.seconds - (time.monotonic() - begun)
+            shares = [SECTIONS[later][1] for later in chosen[index:]]
+            seconds = max(left, 0.0) * shares[0] / sum(shares)
+            print(f"{name}: {seconds:.0f} s at most", file=sys.stderr, flush=True)
+            child(name, path, seconds, arguments.tiny)
+        found = records.read(path)
+    found.sort(key=lambda record: chosen.index(record.section))  # stable: a section's own order stays
+    made = document(found, time.monotonic() - begun, arguments.tiny, chosen)
+    records.check(made)
+    shown = [record for record in found if record.name != "environment" and record.note != "ended"]
+    print(f"{made['device']}, driver {made['driver']}, JAX {made['jax']}, {made['date']}, {made['seconds']:.0f} s")
+    print("\n".join(table.lines(shown)))
+    write(made, arguments)
+    return 0 if made["correct"] else 1
+
+
+def write(made: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Where `--out` says, or among the results; a tiny run's figures are of no use to anyone."""
+    out = arguments.out
+    if out is None and not arguments.tiny:
+        slug = re.sub(r"[^a-z0-9]+", "_", made["device"].lower()).strip("_")
+        out = RESULTS / f"gpu_suite_{slug}.json"
+    if out is not None:
+        out.write_text(json.dumps(made, indent=1) + "\n")
+        print(f"\nwritten to {out}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of all sections together")
+    parser.add_argument("--out", type=pathlib.Path, help="where the JSON goes")
+    for name, kind in (("--section", str), ("--cell", int), ("--records", pathlib.Path)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # of the processes that it starts
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.section is None and arguments.cell is None:
+        return suite(arguments)
+    name = arguments.section or "ledger"
+    context = Context(name, arguments.tiny, time.monotonic() + arguments.seconds, arguments.records)
+    if arguments.cell is None:
+        section(context)
+    else:
+        require_gpu(context.tiny)
+        from suite import memory  # imports JAX, which the process that starts all others must not
+
+        memory.cell(context, arguments.cell)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Attention in float64 by its definition, in NumPy: what the device's kernels are held against."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+
+def seen(queries: int, keys: int, causal: bool, window: int) -> Bool[np.ndarray, "T S"]:
+    """Which keys a query sees; query t stands at t + S - T."""
+    place, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
+    mask = np.ones((queries, keys), bool)
+    if causal:
+        mask &= key <= place
+    if window:
+        mask &= np.abs(place - key) < window
+    return mask
+
+
+def attention(
+    q: Any, k: Any, v: Any, change: Any, mask: Bool[np.ndarray, "B T S"], scale: float, softcap: float
+) -> tuple[Float[np.ndarray, "..."], ...]:
+    """Output [B,T,N,H], and gradients of sum(output · change) by q [B,T,N,H], k and v [B,K,S,H].
+
+    A query that sees no key gets 0, and gives no gradients.
+    """
+    q, k, v, change = (np.asarray(x, np.float64) for x in (q, k, v, change))
+    B, T, N, H = q.shape
+    K = k.shape[1]
+    # Heads of a group side by side: [B, K, G, T, H] with [B, K, 1, S, H].
+    queries, changes = (x.transpose(0, 2, 1, 3).reshape(B, K, N // K, T, H) for x in (q, change))
+    keys, values = k[:, :, None], v[:, :, None]
+    raw = queries @ keys.swapaxes(-1, -2) * scale
+    capped = softcap * np.tanh(raw / softcap) if softcap else raw
+    slope = 1 - (capped / softcap) ** 2 if softcap else 1.0
+    shown = np.where(mask[:, None, None], capped, -np.inf)
+    high = np.where(mask.any(-1)[:, None, None], shown.max(-1), 0.0)
+    weights = np.exp(shown - high[..., None])
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    on_weights = changes @ values.swapaxes(-1, -2)
+    scores = weights * (on_weights - (weights * on_weights).sum(-1, keepdims=True)) * slope * scale
+
+    def by_query(x: np.ndarray) -> np.ndarray:
+        return x.reshape(B, N, T, H).transpose(0, 2, 1, 3)
+
+    dk = (scores.swapaxes(-1, -2) @ queries).sum(2)
+    dv = (weights.swapaxes(-1, -2) @ changes).sum(2)
+    return by_query(weights @ values), by_query(scores @ keys), dk, dv
+
+
+def decode(
+    q: Any, k: Any, v: Any, lengths: np.ndarray, window: int, scale: float, softcap: float
+) -> Float[np.ndarray, "B T N H"]:
+    """Output of each row's last T tokens over a cache [B,K,S,H] in which position p lies in slot p mod S."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    B, T, N, _ = q.shape
+    K, S = k.shape[1:3]
+    out = np.zeros(q.shape)
+    for b, t in np.ndindex(B, T):
+        position = int(lengths[b]) - T + t
+        earliest = max(0, int(lengths[b]) - S, position - window + 1 if window else 0)
+        slots = np.arange(earliest, position + 1) % S
+        if not len(slots):
+            continue
+        for n in range(N):
+            scores = k[b, n // (N // K), slots] @ q[b, t, n] * scale
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            out[b, t, n] = weights / weights.sum() @ v[b, n // (N // K), slots]
+    return out
+
+
+def error(got: Any, want: np.ndarray) -> float:
+    """The largest difference, relative to the largest value where that is above 1; infinite where one is no number."""
+    difference = np.abs(np.asarray(got, np.float64) - want).max() / max(1.0, np.abs(want).max())
+    return float(difference) if np.isfinite(difference) else float("inf")

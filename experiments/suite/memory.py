@@ -1,0 +1,180 @@
+"""Section e: the ledger's peak beside XLA's and the device's own, of ten training and inference configurations.
+
+Each runs in a process of its own, whose allocator takes only what it needs and tells the most that it ever held.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm import architectures, hardware
+from jaxllm.config import Config
+from jaxllm.ledger import bill, compiled, tasks
+from jaxllm.ledger import device as device_lib
+from jaxllm.ledger.rows import Figure, Unknown, figure_to_json, format_bytes
+from jaxllm.mesh import make_mesh
+from suite import records, steps
+from suite.records import Context, Record
+
+# Training: model, tokens of a sequence, sequences, optimizer, remat, micro-batches.
+TRAINING = (
+    ("gpt2", 1024, 8, "adamw", "none", 1),
+    ("gpt2-medium", 1024, 8, "adamw", "full", 1),
+    ("smollm2-135m", 2048, 4, "adamw", "dots", 1),
+    ("smollm2-360m", 2048, 4, "lion", "full", 2),
+    ("qwen2.5-0.5b", 1024, 8, "adafactor", "full", 1),
+    ("llama3.2-1b", 2048, 2, "adamw", "full", 1),
+)
+# Inference: model, sequences, tokens of context, prompt tokens that one prefill takes.
+INFERENCE = (
+    ("llama3.2-1b", 1, 2048, 128),
+    ("llama3.2-1b", 16, 4096, 128),
+    ("qwen3-0.6b", 8, 4096, 256),
+    ("gemma3-1b", 4, 8192, 128),
+)
+COUNT = len(TRAINING) + len(INFERENCE)
+SIDE_BY_SIDE = 4  # processes: their memories add up to far less than a device's
+_SECONDS = 60  # that one may take
+# The most of the device goes to whoever needs it, a little at a time.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def name_of(index: int) -> str:
+    if index < len(TRAINING):
+        model, length, batch, optimizer, remat, parts = TRAINING[index]
+        return f"train {model} {batch} × {length}, {optimizer}, remat {remat}" + (f", {parts} parts" * (parts > 1))
+    model, batch, context, chunk = INFERENCE[index - len(TRAINING)]
+    return f"infer {model} {batch} × {context}, chunks of {chunk}"
+
+
+def peak(device: jax.Device | None = None) -> Figure:
+    return device_lib.peak_bytes(device)
+
+
+def train(index: int, tiny: bool) -> dict[str, Any]:
+    """Formula, XLA's figure, and the device's peaks: before the first step, and after two."""
+    model, length, batch, optimizer, remat, parts = TRAINING[index]
+    config = steps.configured(model, length, batch, remat, tiny)
+    config.optimizer.name, config.train.accumulate = optimizer, parts
+    made = steps.Run(config)
+    made.begin()
+    before = peak()
+    jax.block_until_ready([made.one() for _ in range(2)])
+    ledger = bill.training(config, made.model, hardware.this_machine())
+    return figures(ledger.peak_bytes, compiled.figures(made.compiled)["peak"], before, peak())
+
+
+def infer(index: int, tiny: bool) -> dict[str, Any]:
+    """Likewise; before prefill and decode, and after both."""
+    model_name, batch, context, chunk = INFERENCE[index - len(TRAINING)]
+    config = steps.configured(model_name, 1, 1, "none", tiny)
+    batch, context, chunk = (2, 64, 16) if tiny else (batch, context, chunk)
+    model = architectures.resolve_config(config)
+    asked = tasks.Sampling(batch, context, chunk, steps=8)
+    made = tasks.programs_of(config, model, jax.default_backend(), make_mesh(Config().mesh), asked)
+    executables = {name: program.compile() for name, program in made.items()}
+    params, state = (jax.jit(lambda tree=tree: filled(tree))() for tree in made["prefill"].inputs[:2])
+    jax.block_until_ready((params, state))
+    before = peak()
+    tokens = jnp.zeros((batch, chunk), jnp.int32)
+    state = executables["prefill"](params, state, tokens, jnp.ones((batch, chunk), bool))
+    jax.block_until_ready(executables["decode"](params, state, jnp.int32(8)))
+    ledger = bill.sampling(model_name, model, hardware.this_machine(), batch, context, chunk)
+    told = [compiled.figures(executable)["peak"] for executable in executables.values()]
+    unknown = [figure for figure in told if isinstance(figure, Unknown)]
+    return figures(ledger.peak_bytes, unknown[0] if unknown else max(told), before, peak())
+
+
+def filled(tree: Any) -> Any:
+    """Zeros in the shapes of a tree: what is in them changes no size. Random keys are made as keys are."""
+
+    def one(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), x.shape)
+        return jnp.zeros(x.shape, x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def figures(formula: int, xla: Figure, before: Figure, after: Figure) -> dict[str, Any]:
+    """Bytes by column; and whether the programs' own peak is hidden by a higher one of making their inputs."""
+    hidden = not isinstance(after, Unknown) and not isinstance(before, Unknown) and after <= before
+    columns = {"formula": formula, "xla": xla, "before": before, "device": after}
+    return {"bytes": {name: figure_to_json(x) for name, x in columns.items()}, "hidden": hidden}
+
+
+def record(index: int, found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration's record: the device's peak in GiB, or XLA's where the device tells none."""
+    told = found["bytes"]
+    known = {name: x for name, x in told.items() if isinstance(x, int) and name != "before"}
+    beside = {name: x / 2**30 for name, x in known.items()}
+    value = beside.pop("device", None)
+    notes = [
+        f"{name} {format_bytes(told[name])} ({told['formula'] / told[name] - 1:+.1%})"
+        for name in ("xla", "device")
+        if name in known
+    ]
+    notes += [f"device: {told['device']['unknown']}"] if isinstance(told["device"], dict) else []
+    notes += ["the device's peak is of making the inputs"] if found["hidden"] else []
+    return {
+        "name": name_of(index),
+        "value": beside["formula"] if value is None else value,
+        "unit": "GiB",
+        "beside": beside,
+        "detail": found,
+        "note": f"formula {format_bytes(told['formula'])}; formula against " + ", ".join(notes),
+    }
+
+
+def cell(context: Context, index: int) -> None:
+    """One configuration, in this process."""
+    make: Callable[[int, bool], dict[str, Any]] = train if index < len(TRAINING) else infer
+    context.add(**record(index, make(index, context.tiny)))
+
+
+def run(context: Context) -> None:
+    """All of them, several processes at a time; the first of each kind alone where it is tiny."""
+    indices = [0, len(TRAINING)] if context.tiny else list(range(COUNT))
+    script = pathlib.Path(__file__).parent.parent / "gpu_suite.py"
+
+    def one(index: int) -> None:
+        allowed = context.left() if context.tiny else min(_SECONDS, context.left())
+        if allowed < 5:
+            context.add(name_of(index), note="skipped: the section's time is over")
+            return
+        command = [sys.executable, str(script), "--cell", str(index), "--records", str(context.path)]
+        command += ["--seconds", str(allowed)] + ["--tiny"] * context.tiny
+        begun = time.monotonic()
+        try:
+            child = subprocess.run(
+                command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=allowed, check=False
+            )
+        except subprocess.TimeoutExpired:
+            context.add(name_of(index), note=f"stopped after {time.monotonic() - begun:.0f} s")
+            return
+        if child.returncode:
+            last = [line for line in child.stderr.splitlines() if line.strip()][-1:] or ["it said nothing"]
+            context.add(name_of(index), note=f"failed: {last[0]}"[:200])
+
+    with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        list(pool.map(one, indices))
+    context.add("the formula against the device", **summary(records.read(context.path)))
+
+
+def summary(found: Sequence[Record]) -> dict[str, Any]:
+    """A record's fields: the median and the range of the formula's distance from the device's peaks."""
+    told = [record.detail["bytes"] for record in found if "bytes" in record.detail]
+    gaps = sorted(100 * abs(x["formula"] / x["device"] - 1) for x in told if isinstance(x["device"], int))
+    if not gaps:
+        return {"note": "no device told its peak"}
+    middle = statistics.median(gaps)
+    return {"value": middle, "unit": "% off", "low": gaps[0], "high": gaps[-1], "note": f"of {len(gaps)}, median"}

@@ -1,0 +1,72 @@
+"""Attention that is not ours, where it can be had: cuDNN's, and the two kernels in JAX's own tree.
+
+Each is a function of q, k and v in the layout that it likes best, made by `made`; none of them is paid for turning.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Attend = Callable[..., jax.Array]
+# Lengths up to which XLA's own attention, which has all scores in memory, is measured.
+XLA_LENGTH = 4096
+
+
+def names(device: jax.Device) -> list[str]:
+    """Those that may run on a device."""
+    if device.platform != "gpu":
+        return ["xla"]
+    hopper = str(getattr(device, "compute_capability", "")).startswith("9.")
+    return ["cudnn", "jax triton", *(["jax mosaic"] if hopper else [])]
+
+
+def made(name: str, head_dim: int, backward: bool) -> Attend:
+    """(q [B,T,N,H], k and v [B,T,N,H]) -> causal self-attention.
+
+    Raises:
+      ImportError, AttributeError: this JAX has no such kernel.
+      NotImplementedError: it has no such pass.
+    """
+    if name in ("cudnn", "xla"):
+        return functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, scale=head_dim**-0.5, implementation=name
+        )
+    if name == "jax triton":
+        from jax.experimental.pallas.ops.gpu import attention  # may be gone from a later JAX
+
+        def mha(q: Any, k: Any, v: Any) -> jax.Array:
+            return attention.mha(q, k, v, segment_ids=None, sm_scale=head_dim**-0.5, causal=True)
+
+        return mha
+    from jax.experimental.pallas.ops.gpu import attention_mgpu  # needs what only builds for CUDA have
+
+    if backward:
+        raise NotImplementedError("its causal form has no backward pass")
+    config = attention_mgpu.TuningConfig(
+        block_q=64, block_kv=256 if head_dim <= 64 else 128, max_concurrent_steps=2, causal=True
+    )
+    return lambda q, k, v: attention_mgpu.attention(q, k, v, config)
+
+
+def arrays(batch: int, length: int, heads: int, head_dim: int, ours: bool) -> tuple[jax.Array, ...]:
+    """q, k, v and a change of the output, bfloat16; of keys and values the heads come first where it is for ours."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (batch, length, heads, head_dim)
+    of_keys = (batch, heads, length, head_dim) if ours else shape
+    shapes = (shape, of_keys, of_keys, shape)
+    return tuple(jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+
+
+def program(attend: Attend, backward: bool) -> Any:
+    """The output of q, k and v; or the gradients by them, of which the forward pass is a part."""
+    if not backward:
+        return jax.jit(lambda q, k, v, change: attend(q, k, v))
+
+    def gradients(q: Any, k: Any, v: Any, change: Any) -> Any:
+        _, pull = jax.vjp(attend, q, k, v)
+        return pull(change)
+
+    return jax.jit(gradients)

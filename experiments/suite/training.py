@@ -1,0 +1,79 @@
+"""Section d: MFU of the real train step for models of the 1B class, by attention implementation."""
+
+import functools
+import time
+
+import jax
+
+from jaxllm import architectures, hardware
+from jaxllm.ledger import bill
+from jaxllm.train.precision import policy_for
+from suite import peaks, steps, timing, work
+from suite.records import Context
+
+# Model, tokens of a sequence, sequences, attention, remat; the most telling first. `least` is the policy that
+# recomputes least of those that fit by the ledger.
+RUNS = (
+    ("llama3.2-1b", 2048, 8, "pallas", "least"),
+    ("llama3.2-1b", 2048, 8, "pallas", "full"),
+    ("llama3.2-1b", 2048, 8, "cudnn", "full"),
+    ("llama3.2-1b", 2048, 8, "xla", "full"),
+    ("gpt2-xl", 1024, 16, "pallas", "full"),
+    ("gpt2-xl", 1024, 16, "xla", "full"),
+    ("qwen3-1.7b", 4096, 4, "pallas", "full"),
+)
+SHARE = 0.85  # of the memory that a run may have by the ledger
+
+
+def policy(model: str, length: int, batch: int, attention: str, tiny: bool) -> str:
+    """The first remat policy of none, dots and full with which the run fits."""
+    device = hardware.this_machine()
+    for name in ("none", "dots"):
+        config = steps.configured(model, length, batch, name, tiny, attention)
+        peak = bill.training(config, architectures.resolve_config(config), device).peak_bytes
+        if device.memory_bytes is not None and peak <= SHARE * device.memory_bytes:
+            return name
+    return "full"
+
+
+def measure(context: Context, model: str, length: int, batch: int, attention: str, remat: str) -> None:
+    chosen = policy(model, length, batch, attention, context.tiny) if remat == "least" else remat
+    config = steps.configured(model, length, batch, chosen, context.tiny, attention)
+    begun = time.monotonic()
+    made = steps.Run(config)
+    seconds = time.monotonic() - begun
+    made.begin()
+    timed = timing.measure(made.one)
+    rate = made.tokens / timed.median
+    length = config.data.sequence_length
+    dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
+    measured = peaks.product_rate(context.tiny)
+    shares = {"of a measured product": work.utilisation(made.model, length, rate, measured)}
+    published = hardware.this_machine().peak(dtype)
+    if published:
+        shares["of the published peak"] = work.utilisation(made.model, length, rate, published)
+    told = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
+    context.add(
+        f"{model} {config.train.batch_size} × {length}, {attention if steps.has_choice() else 'xla'}, remat {chosen}",
+        unit="tokens/s",
+        **timed.rate(made.tokens),
+        detail={"mfu": shares, "step_seconds": timed.median, "compile_seconds": seconds, "product_flops": measured},
+        note=f"MFU {told}; compiled in {seconds:.0f} s",
+    )
+
+
+def run(context: Context) -> None:
+    if not steps.has_choice():
+        context.add("attention", note="this version has no attention.implementation: steps run as they are, XLA's")
+    longest, done = 1.0 if context.tiny else 25.0, set()
+    for model, length, batch, attention, remat in RUNS[: 2 if context.tiny else None]:
+        if not steps.has_choice():
+            attention = "auto"
+        if (model, attention, remat) in done:
+            continue
+        done.add((model, attention, remat))
+        before = context.left()
+        act = functools.partial(measure, context, model, length, batch, attention, remat)
+        context.attempt(f"{model} {attention} remat {remat}", 1.2 * longest, act)
+        longest = max(longest, before - context.left())
+        jax.clear_caches()
