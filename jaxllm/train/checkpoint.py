@@ -1,6 +1,7 @@
 """Checkpoints: written in the background, complete or absent, verified before they are used.
 
-A checkpoint is `<workdir>/checkpoints/<step>/`: the state (Orbax), the place in each stream of the data, the
+A checkpoint is `<workdir>/checkpoints/<step>/`: the state (Orbax; of a run with adapters without the frozen weights,
+which no step changes and `jaxllm.train.frozen` keeps once), the place in each stream of the data, the
 configuration, and `manifest.json` with the size and CRC-32 of every other file. It is written under another
 name and renamed when whole, so a run killed at any moment leaves either all of it or none. Nothing in it
 depends on where it lies: a copied workdir resumes like the original.
@@ -25,7 +26,7 @@ from jaxllm import architectures
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.errors import UserError
-from jaxllm.model import specs
+from jaxllm.model import adapters, specs
 from jaxllm.train import arrays, manifest
 from jaxllm.train.distributed import Job
 from jaxllm.train.state import TrainState
@@ -145,7 +146,7 @@ class Checkpointer:
         return not self._job.is_alone and any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes)
 
     def _check_space(self, step: int, state: TrainState) -> None:
-        needed = sum(x.nbytes for x in jax.tree.leaves(state))
+        needed = sum(x.nbytes for x in jax.tree.leaves(state.replace(frozen=None)))
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise UserError(
@@ -232,13 +233,13 @@ def check_same_run(stored: dict[str, Any], config: Config, path: pathlib.Path) -
 
 
 def load_model(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
-    """(configuration, float32 parameter tree) of the newest whole checkpoint of a training run.
+    """(configuration, float32 tree of what was trained) of the newest whole checkpoint of a training run.
 
     Raises:
       UserError: not a workdir, or none of its checkpoints is whole.
     """
     path, config = newest(workdir)
-    abstract = specs.abstract(specs.param_specs(architectures.resolve(config.model)), jnp.float32)
+    abstract = specs.abstract(adapters.trained_specs(architectures.resolve(config.model), config.lora), jnp.float32)
     return config, arrays.restore_params((path / "state").absolute(), abstract)
 
 

@@ -19,7 +19,7 @@ from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.text import Text
 from jaxllm.mesh import path_name
 from jaxllm.model import specs
-from jaxllm.train import arrays, checkpoint
+from jaxllm.train import arrays, checkpoint, frozen
 from jaxllm.train import workdir as workdir_lib
 
 # Say nothing of what the weights mean, and are not told, or not alike, by every format.
@@ -143,7 +143,7 @@ def open_any(spec: str) -> Pretrained:
 
 
 def open_workdir(workdir: pathlib.Path) -> Pretrained:
-    """The model of the newest whole checkpoint of a training run.
+    """The model of the newest whole checkpoint of a training run, its adapters, if it trains some, in the weights.
 
     Raises:
       UserError: it has none.
@@ -156,6 +156,8 @@ def open_workdir(workdir: pathlib.Path) -> Pretrained:
         targets = specs.abstract(specs.param_specs(model), dtype)
         if shardings is not None:
             targets = jax.tree.map(_target, targets, shardings)
+        if config.lora.rank:
+            return frozen.merged_model(workdir, path, config, model, targets)
         return arrays.restore_params((path / "state").absolute(), targets)
 
     return Pretrained(
