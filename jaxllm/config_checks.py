@@ -172,8 +172,8 @@ def _check_lora(config: Config, model: Architecture) -> None:
         return
     if not config.init_from:
         raise UserError(
-            f"config.lora.rank is {lora.rank} and config.init_from is empty: adapters are trained beside the weights of "
-            "a model; set config.init_from to it, or config.lora.rank to 0"
+            f"config.lora.rank is {lora.rank} and config.init_from is empty: adapters are trained beside weights "
+            "of a model; set config.init_from to it, or config.lora.rank to 0"
         )
     if not lora.alpha > 0:  # a NaN too
         raise UserError(f"config.lora.alpha is {lora.alpha}; it must be positive (twice config.lora.rank is usual)")
@@ -196,7 +196,7 @@ def _check_lora(config: Config, model: Architecture) -> None:
             )
         if model.experts and LORA_TARGETS[target] == "mlp":
             raise UserError(
-                f"config.lora.targets names {target!r}, of which the model has one for each of {model.experts} experts; "
+                f"config.lora.targets names {target!r}, of which each of the {model.experts} experts has one; "
                 "adapters go beside attention only there: q, k, v, out"
             )
         least = min(model.width, outputs.get(target, model.mlp_width))

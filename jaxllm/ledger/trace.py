@@ -47,7 +47,7 @@ def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any
     """The column: bytes on one device; state that is kept in host memory is counted with the rest of it."""
     state = abstract_state(config, model, platform)
     return {
-        "weights": bytes_per_device(state.params),
+        "weights": bytes_per_device((state.params, state.frozen)),
         "optimizer": bytes_per_device(state.opt_state),
         "persistent": bytes_per_device(state),
         "activations": sum(residuals(config, model, platform).tags.values()),

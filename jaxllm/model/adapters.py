@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): y = x·W + (alpha / rank) · (x·A)·B beside a weight W that is not trained.
 
-They are declared from the specs of the weights that they stand beside, so that shapes, shardings, initial values, counts
-and ledger rows follow from one declaration. Their tree has the two groups of layers of the parameter tree:
+They are declared from the specs of the weights that they stand beside, so that shapes, shardings, initial values,
+counts and ledger rows follow from one declaration. Their tree has the two groups of layers of the parameter tree:
 
     {"layers": ({"attn": {"q": {"a": [repeats, *inputs, rank], "b": [repeats, rank, *outputs]}, …}, …}, …), "tail": (…)}
 

@@ -92,7 +92,9 @@ def merged_model(
     declared = adapters.trained_specs(model, config.lora)
     wanted = specs.map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=everywhere), declared)
     pairs = arrays.restore_params((checkpoint / _STATE).absolute(), wanted)
-    weights = _read(workdir, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x), sharding=x.sharding), targets))
+    weights = _read(
+        workdir, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x), sharding=x.sharding), targets)
+    )
     made = adapters.merged(model, weights, pairs, adapters.scale_of(config.lora), jnp.float32)
     return jax.tree.map(lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding), made, targets)
 

@@ -112,7 +112,7 @@ def evaluate(params: Any, frozen: Any, batch: Batch, recipe: Recipe, layout: Lay
 
 
 def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
-    """`local(params, frozen, batch, factor)` on every device over its own shares; it returns (sums, arrays placed `out`)."""
+    """`local(params, frozen, batch, factor)` on every device over its shares; it gives (sums, arrays placed `out`)."""
     if layout.mesh.size == 1:
         return local
 

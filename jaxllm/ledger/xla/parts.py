@@ -47,17 +47,20 @@ def between_passes(setting: Setting, phase: str, copies: Iterable[Parameter], co
     """What lives from the forward pass to the end of the backward pass.
 
     Args:
-      copies: arrays whose copies in the compute dtype are there.
+      copies: arrays whose copies in the compute dtype are there; frozen ones have none, as they are stored in it.
       copy_bytes: in which the platform holds a number of them.
     """
     yield batch(setting, phase)
     if setting.mixed:
         shares = setting.stage == 3
-        count = setting.count("weight" if shares else "computing", copies)
+        count = setting.count("weight" if shares else "computing", [p for p in copies if p.trained])
         name = "compute copy of weights, shares" if shares else "compute copy of weights"
         yield numbers(name, "weights", phase, count, copy_bytes)
+    elif setting.layout.frozen:  # every B times alpha / rank
+        count = gradient_numbers(setting, [p for p in setting.trained if p.name.endswith(".b")])
+        yield numbers("adapters, scaled", "weights", phase, count, setting.compute)
     if setting.accumulates:
-        count = gradient_numbers(setting, setting.parameters)
+        count = gradient_numbers(setting, setting.trained)
         yield numbers("accumulated gradients", "gradient accumulator", phase, count, FLOAT32)
     yield from rows_between_passes(setting, phase)
 
