@@ -170,11 +170,6 @@ def _check_lora(config: Config, model: Architecture) -> None:
     lora = config.lora
     if not lora.rank:
         return
-    if not config.init_from:
-        raise UserError(
-            f"config.lora.rank is {lora.rank} and config.init_from is empty: adapters are trained beside weights "
-            "of a model; set config.init_from to it, or config.lora.rank to 0"
-        )
     if not lora.alpha > 0:  # a NaN too
         raise UserError(f"config.lora.alpha is {lora.alpha}; it must be positive (twice config.lora.rank is usual)")
     if not lora.targets or len(set(lora.targets)) < len(lora.targets):

@@ -161,7 +161,9 @@ def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     """((what is trained, what is frozen), batch) -> sums of losses and tokens."""
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
     layout = make_layout(config, recipe.model, recipe.policy, mesh)
-    jitted = jax.jit(lambda weights, batch: evaluate(*weights, batch, recipe, layout), out_shardings=replicated(mesh))
+    jitted = jax.jit(
+        lambda weights, batch: evaluate(weights[0], weights[1], batch, recipe, layout), out_shardings=replicated(mesh)
+    )
     return Program("eval_step", jitted, ((state.params, state.frozen), batch), ())
 
 

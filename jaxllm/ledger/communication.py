@@ -114,9 +114,8 @@ def _gradients(setting: Setting) -> Iterator[Transfer]:
     if stage:
         size = summed if stage == 1 else setting.compute
         count = padded(setting, trained=True)
-        if (
-            stage >= 2 and not setting.layout.frozen and setting.model.tied_embeddings
-        ):  # looked up and multiplied with: two sums
+        # A tied table is looked up and multiplied with: two sums.
+        if stage >= 2 and not setting.layout.frozen and setting.model.tied_embeddings:
             table = next(p for p in setting.parameters if p.name == "embed.tokens")
             count += setting.per_device(table.share) * setting.mesh["data"]
         count *= accumulate if stage > 1 else 1

@@ -208,5 +208,5 @@ def layout_of(
         places = zip(_leaves(param_specs, model, NO_LORA), placed(3 if stage == 3 else 0, NO_LORA), strict=True)
         frozen = tuple(Parameter(name, spec, place, place, place, False) for (name, spec), place in places)
     lists = zip(_leaves(param_specs, model, lora), at(weights), at(moments), at(True), strict=True)
-    trained = tuple(Parameter(name, spec, *places) for (name, spec), *places in lists)
+    trained = tuple(Parameter(name, spec, weight, moment, share) for (name, spec), weight, moment, share in lists)
     return Layout(dict(zip(mesh_lib.AXES, axes, strict=True)), frozen + trained)

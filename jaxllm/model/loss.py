@@ -122,7 +122,7 @@ def _forward(
     start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32) if trained else None)
     (total, table_grad), hidden_grad = jax.lax.scan(step, start, _parts(hidden, targets, weights, head))
     hidden_grad = hidden_grad.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return total, (hidden_grad, table_grad.astype(table.dtype) if trained else None)
+    return total, (hidden_grad, None if table_grad is None else table_grad.astype(table.dtype))
 
 
 def _backward(

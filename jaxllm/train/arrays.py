@@ -10,6 +10,7 @@ shardings read what they need of it. What differs between two layouts beside tha
   without it opens in an fp16 run, which then begins at the scale of its configuration.
 """
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -37,7 +38,7 @@ def checkpointer(job: Job) -> ocp.AsyncCheckpointer:
 
 def save(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, state: TrainState) -> None:
     """Starts writing all of a state but what is frozen; the state may be donated as soon as this returns."""
-    state = state.replace(frozen=None)
+    state = dataclasses.replace(state, frozen=None)
     if jax.default_backend() == "cpu":
         # A CPU array may be written from its own memory, which the next step takes over.
         state = jax.tree.map(jnp.copy, state)

@@ -12,6 +12,7 @@ service (`Job.barrier`) and never through the devices, which may be in the middl
 """
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
@@ -146,7 +147,7 @@ class Checkpointer:
         return not self._job.is_alone and any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes)
 
     def _check_space(self, step: int, state: TrainState) -> None:
-        needed = sum(x.nbytes for x in jax.tree.leaves(state.replace(frozen=None)))
+        needed = sum(x.nbytes for x in jax.tree.leaves(dataclasses.replace(state, frozen=None)))
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise UserError(

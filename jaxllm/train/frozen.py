@@ -4,17 +4,17 @@ They lie in `<workdir>/frozen/`, with a manifest like a checkpoint's, complete o
 what is trained, and resuming and sampling need the model that the run started from no more.
 """
 
+import dataclasses
 import pathlib
 import shutil
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import Architecture, Config
 from jaxllm.errors import UserError
-from jaxllm.mesh import replicated
 from jaxllm.model import adapters, specs
 from jaxllm.train import arrays, manifest
 from jaxllm.train.distributed import Job
@@ -68,7 +68,7 @@ def attached(state: TrainState, abstract: TrainState, workdir: pathlib.Path, job
     damage = job.decide("frozen", lambda: _damage(workdir))
     if damage:
         raise UserError(damage)
-    return state.replace(frozen=_read(workdir, abstract.frozen))
+    return dataclasses.replace(state, frozen=_read(workdir, abstract.frozen))
 
 
 def merged_model(
@@ -88,13 +88,13 @@ def merged_model(
     if damage:
         raise UserError(damage)
     beside = jax.tree.leaves(targets)[0].sharding
-    everywhere = replicated(beside.mesh) if isinstance(beside, NamedSharding) else beside
+    everywhere = NamedSharding(beside.mesh, PartitionSpec()) if isinstance(beside, NamedSharding) else beside
     declared = adapters.trained_specs(model, config.lora)
     wanted = specs.map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=everywhere), declared)
     pairs = arrays.restore_params((checkpoint / _STATE).absolute(), wanted)
-    weights = _read(
-        workdir, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x), sharding=x.sharding), targets)
-    )
+    # Stored weights may be wider than what is asked for: what is added is added to all of their digits.
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), targets)
+    weights = _read(workdir, wide)
     made = adapters.merged(model, weights, pairs, adapters.scale_of(config.lora), jnp.float32)
     return jax.tree.map(lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding), made, targets)
 
@@ -103,11 +103,6 @@ def read_adapters(checkpoint: pathlib.Path, config: Config, model: Architecture)
     """The adapters in a checkpoint, float32, without their scale."""
     declared = adapters.adapter_specs(model, config.lora)
     return arrays.restore_params((checkpoint / _STATE).absolute(), specs.abstract(declared, jnp.float32))
-
-
-def _wide(x: jax.ShapeDtypeStruct) -> Any:
-    """Stored weights may be wider than what is asked for: what is added is added to all of their digits."""
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _read(workdir: pathlib.Path, abstract: Any) -> Any:
