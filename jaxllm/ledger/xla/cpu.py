@@ -93,6 +93,12 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         parts.append(arrays("weights of one group", "weights", BACKWARD, own, held_bytes(setting)))
         own = [of_one_layer(setting, p) * setting.group_size for p in setting.select("layers", trained=True)]
         parts.append(arrays("gradients of one group", "gradients", BACKWARD, own, c))
+    if setting.layout.frozen and setting.stage < 3 and not model.experts:
+        # Of weights with gradients, these have their places.
+        weights = [one_layer(setting, trained=False)]
+        parts.append(
+            arrays("weights of one layer, out of their stacks", "weights", BACKWARD, weights, held_bytes(setting))
+        )
     parts += _block(setting)
     yield from with_copies(setting, BACKWARD, parts)
 
@@ -117,6 +123,8 @@ def _block(setting: Setting) -> Iterator[Held]:
     }
     if "attn_probs" in again:
         counts = {"MLP": 7 if model.gated else 4, "hidden states": 8, "queries": 2, "keys and values": 2}
+        if setting.layout.frozen:  # two factors of gradients of weights
+            counts["MLP"] -= 2
         if chunked:  # cut into chunks, and put together again
             counts = {**counts, "hidden states": 9, "queries": 5, "keys and values": 4}
         if model.qk_norm:
@@ -135,6 +143,8 @@ def _block(setting: Setting) -> Iterator[Held]:
         norms = 4 if model.norm_placement == "sandwich" else 2  # each on one side of its sub-layer, or on both
         capped = model.attention_softcap > 0
         mlp = {"scores": 3 * pattern + 2 if capped else pattern + 1, "MLP": 3 * pattern + 1}
+        if setting.layout.frozen:  # what only the gradient of the last product reads
+            mlp["MLP"] -= pattern * (("down" not in setting.config.lora.targets) + (not model.gated))
         mlp["hidden states"] = pattern * (6 + 3 * norms // 2)
         attention = mlp
     fullest = max(mlp, attention, key=lambda counts: sum(sizes[name] * count for name, count in counts.items()))

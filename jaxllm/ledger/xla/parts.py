@@ -65,9 +65,10 @@ def between_passes(setting: Setting, phase: str, copies: Iterable[Parameter], co
     yield from rows_between_passes(setting, phase)
 
 
-def one_layer(setting: Setting) -> int:
-    """Numbers of the weights of one layer, as they compute."""
+def one_layer(setting: Setting, trained: bool = True) -> int:
+    """Numbers of the weights of one layer, as they compute; without those that are trained where that is False."""
     arrays = setting.select("layers") or setting.select("tail")
+    arrays = [p for p in arrays if trained or not p.trained]
     layers = len(setting.model.pattern if setting.model.repeats else setting.model.tail)
     return sum(of_one_layer(setting, parameter) for parameter in arrays) // layers
 
