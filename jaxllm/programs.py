@@ -18,7 +18,7 @@ from jaxllm.data.pipeline import BATCH_FIELDS
 from jaxllm.decode import generate
 from jaxllm.decode import state as decode_state
 from jaxllm.mesh import batch_sharding, replicated
-from jaxllm.model import adapters, specs
+from jaxllm.model import adapter_specs, adapters, specs
 from jaxllm.train import precision
 from jaxllm.train import state as state_lib
 from jaxllm.train.gradients import evaluate
@@ -122,7 +122,7 @@ def state_from(config: Config, recipe: Recipe, mesh: Mesh, load: Callable[[Any, 
     scale, seed = precision.initial_scale(config.precision, recipe.policy), config.train.seed
     if abstract.frozen is not None:
         frozen = load(recipe.policy.compute, abstract.frozen)
-        specs, placements = adapters.trained_specs(recipe.model, config.lora), _weights(config, recipe, mesh)
+        specs, placements = adapter_specs.trained_specs(recipe.model, config.lora), _weights(config, recipe, mesh)
         fresh = jax.jit(
             lambda: state_lib.begin(
                 state_lib.initial(specs, seed, recipe.policy.store, placements), recipe.optimizer, seed, scale

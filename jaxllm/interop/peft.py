@@ -24,7 +24,7 @@ from jaxllm.interop.huggingface import read_json
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.safetensors_files import TensorFiles, read_header, write_file
 from jaxllm.mesh import path_name
-from jaxllm.model import adapters
+from jaxllm.model import adapter_specs, adapters
 from jaxllm.model.specs import is_spec
 
 CONFIG = "adapter_config.json"
@@ -179,7 +179,7 @@ def _read(
     folder: pathlib.Path,
 ) -> Any:
     """The adapters as our tree has them, float32."""
-    declared = adapters.adapter_specs(model, lora)
+    declared = adapter_specs.adapter_specs(model, lora)
     leaves = {
         path_name(path): np.empty(spec.shape, np.float32)
         for path, spec in jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_spec)

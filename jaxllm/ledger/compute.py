@@ -28,7 +28,7 @@ from jaxllm.ledger.layout import NO_LORA, Lora
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.setting import FLOAT32, Layout, Setting
 from jaxllm.ledger.slots import numbers_held
-from jaxllm.model.adapters import adapter_specs
+from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, cache_slots, param_specs
 
 # optax's, of Newton and Schulz's iteration.

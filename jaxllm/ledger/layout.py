@@ -16,7 +16,7 @@ from jaxllm.config import Architecture, LoraConfig, MeshConfig
 from jaxllm.ledger.counts import Count, Share
 from jaxllm.ledger.counts import count as count_of
 from jaxllm.mesh import Placement
-from jaxllm.model.adapters import adapter_specs
+from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, is_spec
 
 

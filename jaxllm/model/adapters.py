@@ -1,79 +1,19 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): y = x·W + (alpha / rank) · (x·A)·B beside a weight W that is not trained.
-
-They are declared from the specs of the weights that they stand beside, so that shapes, shardings, initial values,
-counts and ledger rows follow from one declaration. Their tree has the two groups of layers of the parameter tree:
-
-    {"layers": ({"attn": {"q": {"a": [repeats, *inputs, rank], "b": [repeats, rank, *outputs]}, …}, …}, …), "tail": (…)}
+"""Low-rank adapters in a model: their tree (`jaxllm.model.adapter_specs`) beside the weights', or in it.
 
 Joined with the weights, a layer's part has its adapters under ADAPTERS: {"q": W, …, "lora": {"q": {"a", "b"}}}. The
 model's functions multiply x with A and the result with B, which comes to them times alpha / rank.
 """
 
-import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config import LORA_TARGETS, Architecture, LoraConfig
+from jaxllm.config import Architecture, LoraConfig
+from jaxllm.model.adapter_specs import GROUPS
 from jaxllm.model.specs import ParamSpec, param_specs
 
 ADAPTERS = "lora"  # their name in a layer's part of the joined tree, and the tag of x·A
-_GROUPS = ("layers", "tail")
-
-
-def adapter_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any] | None:
-    """The tree of all adapters, as specs; None where there are none (rank 0)."""
-    if not lora.rank:
-        return None
-    base = param_specs(model)
-    return {group: tuple(_of_layer(layer, lora) for layer in base[group]) for group in _GROUPS}
-
-
-def trained_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any]:
-    """What a run trains: the adapters, or without them all of the parameters."""
-    return adapter_specs(model, lora) or param_specs(model)
-
-
-def frozen_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any] | None:
-    """What a run holds beside them and never changes; None where that is nothing."""
-    return param_specs(model) if lora.rank else None
-
-
-def _of_layer(layer: dict[str, Any], lora: LoraConfig) -> dict[str, Any]:
-    parts: dict[str, Any] = {}
-    for target in lora.targets:
-        part = LORA_TARGETS[target]
-        parts.setdefault(part, {})[target] = _pair(layer[part][target], lora.rank)
-    return parts
-
-
-def _pair(weight: ParamSpec, rank: int) -> dict[str, ParamSpec]:
-    """A and B beside a weight, stacked as it is.
-
-    A has normal random numbers (the paper, section 4.1), of the standard deviation that PEFT's uniform ones have:
-    1 / √(3 · inputs). B has zeros, so that training starts from the model as it was.
-    """
-    first, end = min(weight.fan_in), max(weight.fan_in) + 1
-    inputs = math.prod(weight.shape[first:end])
-    return {
-        "a": dataclasses.replace(
-            weight,
-            shape=(*weight.shape[:end], rank),
-            axes=(*weight.axes[:end], "rank"),
-            init="normal",
-            scale=1 / math.sqrt(3 * inputs),
-        ),
-        "b": dataclasses.replace(
-            weight,
-            shape=(*weight.shape[:first], rank, *weight.shape[end:]),
-            axes=(*weight.axes[:first], "rank", *weight.axes[end:]),
-            init="zeros",
-            scale=0.0,
-            fan_in=(first,),
-        ),
-    }
 
 
 def scale_of(lora: LoraConfig) -> float:
@@ -107,7 +47,7 @@ def joined(weights: dict[str, Any], adapters: dict[str, Any] | None) -> dict[str
     def layer(part: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
         return {name: {**tree, ADAPTERS: beside[name]} if name in beside else tree for name, tree in part.items()}
 
-    groups = {group: tuple(map(layer, weights[group], adapters[group])) for group in _GROUPS}
+    groups = {group: tuple(map(layer, weights[group], adapters[group])) for group in GROUPS}
     return {name: groups.get(name, tree) for name, tree in weights.items()}
 
 
@@ -137,5 +77,5 @@ def merged(
         }
         return {name: {**tree, **changed[name]} if name in changed else tree for name, tree in part.items()}
 
-    groups = {group: tuple(map(layer, weights[group], adapters[group], specs[group])) for group in _GROUPS}
+    groups = {group: tuple(map(layer, weights[group], adapters[group], specs[group])) for group in GROUPS}
     return {name: groups.get(name, tree) for name, tree in weights.items()}

@@ -27,7 +27,7 @@ from jaxllm import architectures
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.errors import UserError
-from jaxllm.model import adapters, specs
+from jaxllm.model import adapter_specs, specs
 from jaxllm.train import arrays, manifest
 from jaxllm.train.distributed import Job
 from jaxllm.train.state import TrainState
@@ -240,7 +240,9 @@ def load_model(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
       UserError: not a workdir, or none of its checkpoints is whole.
     """
     path, config = newest(workdir)
-    abstract = specs.abstract(adapters.trained_specs(architectures.resolve(config.model), config.lora), jnp.float32)
+    abstract = specs.abstract(
+        adapter_specs.trained_specs(architectures.resolve(config.model), config.lora), jnp.float32
+    )
     return config, arrays.restore_params((path / "state").absolute(), abstract)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import Architecture, Config
 from jaxllm.errors import UserError
-from jaxllm.model import adapters, specs
+from jaxllm.model import adapter_specs, adapters, specs
 from jaxllm.train import arrays, manifest
 from jaxllm.train.distributed import Job
 from jaxllm.train.state import TrainState
@@ -89,7 +89,7 @@ def merged_model(
         raise UserError(damage)
     beside = jax.tree.leaves(targets)[0].sharding
     everywhere = NamedSharding(beside.mesh, PartitionSpec()) if isinstance(beside, NamedSharding) else beside
-    declared = adapters.trained_specs(model, config.lora)
+    declared = adapter_specs.trained_specs(model, config.lora)
     wanted = specs.map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=everywhere), declared)
     pairs = arrays.restore_params((checkpoint / _STATE).absolute(), wanted)
     # Stored weights may be wider than what is asked for: what is added is added to all of their digits.
@@ -101,7 +101,7 @@ def merged_model(
 
 def read_adapters(checkpoint: pathlib.Path, config: Config, model: Architecture) -> Any:
     """The adapters in a checkpoint, float32, without their scale."""
-    declared = adapters.adapter_specs(model, config.lora)
+    declared = adapter_specs.adapter_specs(model, config.lora)
     return arrays.restore_params((checkpoint / _STATE).absolute(), specs.abstract(declared, jnp.float32))
 
 

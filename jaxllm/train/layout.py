@@ -10,7 +10,7 @@ from jaxllm import config_checks
 from jaxllm import mesh as mesh_lib
 from jaxllm.config import Architecture, Config
 from jaxllm.mesh import Kind, Placement
-from jaxllm.model.adapters import frozen_specs, trained_specs
+from jaxllm.model.adapter_specs import frozen_specs, trained_specs
 from jaxllm.model.specs import ParamSpec, is_spec
 from jaxllm.train.optimizer import map_state
 from jaxllm.train.precision import Policy

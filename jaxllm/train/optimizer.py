@@ -15,7 +15,7 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import Architecture, LoraConfig, OptimizerConfig
-from jaxllm.model.adapters import trained_specs
+from jaxllm.model.adapter_specs import trained_specs
 from jaxllm.model.specs import ParamSpec, is_spec, map_specs
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]

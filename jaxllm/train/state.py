@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxllm.config import Architecture, LoraConfig
 from jaxllm.mesh import Placement
-from jaxllm.model.adapters import frozen_specs, trained_specs
+from jaxllm.model.adapter_specs import frozen_specs, trained_specs
 from jaxllm.model.specs import initialize
 
 
@@ -33,7 +33,7 @@ class TrainState:
 
     Attributes:
       step: updates made; a step whose gradients overflowed makes none.
-      params: what is trained, a tree of `adapters.trained_specs`, as `jaxllm.mesh` stores it: padded where a dimension
+      params: what is trained, a tree of `adapter_specs.trained_specs`, as `jaxllm.mesh` stores it: padded where a dimension
         does not divide.
       opt_state: optax's.
       key: root of the run's randomness (raw key data); a step's own key is this folded with its number.

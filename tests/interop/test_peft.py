@@ -13,7 +13,7 @@ from jaxllm.config import LoraConfig
 from jaxllm.errors import UserError
 from jaxllm.interop import huggingface, peft
 from jaxllm.interop.safetensors_files import TensorFiles, read_header
-from jaxllm.model import adapters, specs
+from jaxllm.model import adapter_specs, adapters, specs
 
 EVERY = ("q", "k", "v", "out", "gate", "up", "down")
 TARGETS = {
@@ -36,7 +36,7 @@ def made(request, tmp_path_factory):
     model, lora = folders.FAMILIES[family], LoraConfig(rank=3, alpha=5.0, targets=TARGETS[family])
     folder = tmp_path_factory.mktemp(family)
     folders.write(folder / "model", model, folders.random_tree(model, np.float32), family)
-    pairs = random(adapters.adapter_specs(model, lora))
+    pairs = random(adapter_specs.adapter_specs(model, lora))
     (folder / "adapter").mkdir()
     peft.export(folder / "adapter", model, lora, pairs, "base/model")
     return family, model, lora, pairs, folder
@@ -83,7 +83,7 @@ def test_a_part_of_a_tensor_is_refused(tmp_path):
     for family, target, word in (("phi3", "q", "q, k, v"), ("phi3", "up", "gate, up"), ("gpt2", "v", "q, k, v")):
         model, lora = folders.FAMILIES[family], LoraConfig(rank=2, targets=(target,))
         with pytest.raises(UserError, match=f"{family} keeps {word} in one tensor.* convert --to safetensors"):
-            peft.export(tmp_path, model, lora, random(adapters.adapter_specs(model, lora)), "base")
+            peft.export(tmp_path, model, lora, random(adapter_specs.adapter_specs(model, lora)), "base")
 
 
 def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
@@ -96,7 +96,7 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
         for file in folder.glob("*"):
             file.unlink()
         folder.mkdir(exist_ok=True)
-        peft.export(folder, model, lora, random(adapters.adapter_specs(model, lora)), "base")
+        peft.export(folder, model, lora, random(adapter_specs.adapter_specs(model, lora)), "base")
         path = folder / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
         return folder

@@ -14,7 +14,7 @@ from steps import leaf_names
 from jaxllm import remat_policy
 from jaxllm.config import LoraConfig
 from jaxllm.errors import UserError
-from jaxllm.model import adapters, specs, transformer
+from jaxllm.model import adapter_specs, adapters, specs, transformer
 from jaxllm.model.remat import group_size
 from jaxllm.remat_policy import TAGS, RematPolicy, parse
 
@@ -96,7 +96,7 @@ def test_every_tag_is_given():
         given |= set(re.findall(r"name\[name=(\w+)\]", text))
     assert given == set(TAGS) - {adapters.ADAPTERS}
     beside = specs.initialize(
-        adapters.adapter_specs(DEEP["rotary"], LoraConfig(rank=2)), jax.random.key(0), jnp.float32
+        adapter_specs.adapter_specs(DEEP["rotary"], LoraConfig(rank=2)), jax.random.key(0), jnp.float32
     )
     joined = adapters.joined(inputs("rotary")[0], beside)
     assert "name[name=lora]" in str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(joined, "rotary", "none"))

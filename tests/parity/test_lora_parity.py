@@ -14,7 +14,7 @@ from jaxllm.config import LoraConfig
 from jaxllm.interop import peft
 from jaxllm.interop.opening import open_model
 from jaxllm.interop.safetensors_files import TensorFiles, read_header
-from jaxllm.model import adapters, specs
+from jaxllm.model import adapter_specs, adapters, specs
 from jaxllm.model.transformer import forward, logits
 
 EVERY = ("q", "k", "v", "out", "gate", "up", "down")
@@ -62,7 +62,7 @@ def test_exported_adapters_make_the_same_model(name, tmp_path):
     lora = LoraConfig(rank=4, alpha=6.0, targets=CASES[name])
     pairs = specs.map_specs(
         lambda s: jnp.asarray(0.3 * np.random.default_rng(s.size).standard_normal(s.shape), jnp.float32),
-        adapters.adapter_specs(ours.model, lora),
+        adapter_specs.adapter_specs(ours.model, lora),
     )
     folder = tmp_path / "adapter"
     folder.mkdir()

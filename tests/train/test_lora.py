@@ -10,7 +10,7 @@ import pytest
 import steps
 
 from jaxllm.mesh import path_name
-from jaxllm.model import adapters, specs
+from jaxllm.model import adapter_specs, adapters, specs
 from jaxllm.train import gradients
 
 EVERY = ("q", "k", "v", "out", "gate", "up", "down")
@@ -160,7 +160,7 @@ def test_experts_with_adapters_of_attention():
 def test_specs_stand_beside_their_weights():
     model = models.SLIDING
     lora = config().lora
-    made = adapters.adapter_specs(model, lora)
+    made = adapter_specs.adapter_specs(model, lora)
     q = made["layers"][1]["attn"]["q"]
     assert (q["a"].shape, q["a"].axes) == ((2, 32, 4), ("layers", "embed", "rank"))
     assert (q["b"].shape, q["b"].axes) == ((2, 4, 4, 8), ("layers", "rank", "heads", "head_dim"))
@@ -168,5 +168,5 @@ def test_specs_stand_beside_their_weights():
     assert (out["a"].shape, out["a"].fan_in) == ((4, 8, 4), (0, 1))
     assert (out["b"].shape, out["b"].axes, out["b"].fan_in) == ((4, 32), ("rank", "embed"), (0,))
     assert out["a"].scale == pytest.approx((3 * 32) ** -0.5)
-    assert adapters.adapter_specs(model, dataclasses.replace(lora, rank=0)) is None
-    assert adapters.trained_specs(model, dataclasses.replace(lora, rank=0)) == specs.param_specs(model)
+    assert adapter_specs.adapter_specs(model, dataclasses.replace(lora, rank=0)) is None
+    assert adapter_specs.trained_specs(model, dataclasses.replace(lora, rank=0)) == specs.param_specs(model)

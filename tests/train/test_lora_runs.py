@@ -18,7 +18,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import UserError
 from jaxllm.interop import huggingface
 from jaxllm.interop import text as texts
-from jaxllm.model import adapters, specs
+from jaxllm.model import adapter_specs, specs
 from jaxllm.train import checkpoint, start
 from jaxllm.train.loop import Trainer
 
@@ -195,7 +195,9 @@ def test_the_command_line_takes_a_list_and_the_ledger_bills_it(tmp_path):
     told = json.loads(made.stdout)
     lora = dataclasses.replace(config("", tmp_path).lora, rank=16)
     model = architectures.ARCHITECTURES["llama3-8b"]
-    trained = sum(spec.size for spec in jax.tree.leaves(adapters.adapter_specs(model, lora), is_leaf=specs.is_spec))
+    trained = sum(
+        spec.size for spec in jax.tree.leaves(adapter_specs.adapter_specs(model, lora), is_leaf=specs.is_spec)
+    )
     # q: 4096·16 + 16·4096; v: 4096·16 + 16·1024; down: 14336·16 + 16·4096; 32 layers.
     assert told["trained_parameters"] == trained == 32 * 16 * (2 * 4096 + 4096 + 1024 + 14336 + 4096)
     rows = {row["name"]: row["bytes_per_device"] for row in told["rows"] if row["phase"] == "persistent"}
