@@ -52,6 +52,7 @@ def load_config() -> config_lib.Config:
         except OSError as error:
             raise UserError(f"--config {path}: no such file, or it cannot be read") from error
         raise UserError(f"--config {path}: get_config() returned {type(config).__name__}, not a jaxllm.config.Config")
+    config_lib.split_lists(config)
     config_lib.check_types(config)
     return config
 

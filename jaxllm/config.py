@@ -40,6 +40,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 LAYER_KINDS = ("full", "sliding", "nope")
 
 
+# Projection that can have a low-rank adapter -> the part of a layer that it is in.
+LORA_TARGETS = {"q": "attn", "k": "attn", "v": "attn", "out": "attn", "gate": "mlp", "up": "mlp", "down": "mlp"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """Every number that defines a transformer; the published ones stand in `jaxllm.architectures`.
@@ -190,6 +194,15 @@ class RematConfig:
 
 
 @dataclasses.dataclass
+class LoraConfig:
+    """Low-rank adapters beside frozen weights (Hu et al. 2021): y = x·W + (alpha / rank) · (x·A)·B."""
+
+    rank: int = 0  # columns of A and rows of B; 0 is off: all weights are trained
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q", "v")  # projections that have an adapter, in every layer: of LORA_TARGETS
+
+
+@dataclasses.dataclass
 class MeshConfig:
     """Devices along each mesh axis; their product is the devices of the run."""
 
@@ -245,6 +258,7 @@ class Config:
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     remat: RematConfig = dataclasses.field(default_factory=RematConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
@@ -310,6 +324,16 @@ def from_dict(values: Mapping[str, Any]) -> Config:
             setattr(target, name, tuple(value) if isinstance(value, list) else value)
     check_types(config)
     return config
+
+
+def split_lists(config: Config) -> None:
+    """Lists of words as a person types them, `q,v`, become tuples of words."""
+    for section in dataclasses.fields(config):
+        node = getattr(config, section.name)
+        for name, value in list(vars(node).items()) if dataclasses.is_dataclass(node) else ():
+            if isinstance(value, tuple) and any(isinstance(item, str) for item in value):
+                words = [word.strip() for item in value for word in str(item).split(",")]
+                setattr(node, name, tuple(word for word in words if word))
 
 
 def check_types(config: Config) -> None:

@@ -1,9 +1,10 @@
 """The relations between the fields of a configuration: one clear line for the first that does not hold."""
 
+import difflib
 from collections.abc import Iterable
 
 from jaxllm import remat_policy
-from jaxllm.config import LAYER_KINDS, Architecture, Config, OptimizerConfig, check_types, field_paths
+from jaxllm.config import LAYER_KINDS, LORA_TARGETS, Architecture, Config, OptimizerConfig, check_types, field_paths
 from jaxllm.errors import UserError
 
 Shape = tuple[int, ...]
@@ -115,6 +116,7 @@ def check(config: Config, model: Architecture) -> None:
     if not 0 < data.validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
     _check_mesh(config, model)
+    _check_lora(config, model)
     remat_policy.parse(config.remat.policy)
     if optimizer.warmup_steps > train.steps:
         raise UserError(
@@ -164,6 +166,42 @@ def check_update(
             )
 
 
+def _check_lora(config: Config, model: Architecture) -> None:
+    lora = config.lora
+    if not lora.rank:
+        return
+    if not lora.alpha > 0:  # a NaN too
+        raise UserError(f"config.lora.alpha is {lora.alpha}; it must be positive (twice config.lora.rank is usual)")
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        raise UserError(
+            f"config.lora.targets is {lora.targets!r}; list projections, each once, of {', '.join(LORA_TARGETS)}"
+        )
+    heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    outputs = {"q": heads, "k": keys, "v": keys, "out": heads}
+    for target in lora.targets:
+        if target not in LORA_TARGETS:
+            near = difflib.get_close_matches(target, LORA_TARGETS, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"config.lora.targets names {target!r}, which is no projection; did you mean {near!r}? "
+                f"(all: {', '.join(LORA_TARGETS)})"
+            )
+        if target == "gate" and not model.gated:
+            raise UserError(
+                f"config.lora.targets names 'gate' and config.model.mlp is {model.mlp!r}, which has none; take it out"
+            )
+        if model.experts and LORA_TARGETS[target] == "mlp":
+            raise UserError(
+                f"config.lora.targets names {target!r}, of which each of the {model.experts} experts has one; "
+                "adapters go beside attention only there: q, k, v, out"
+            )
+        least = min(model.width, outputs.get(target, model.mlp_width))
+        if lora.rank > least:
+            raise UserError(
+                f"config.lora.rank ({lora.rank}) is more than the smaller side of {target} ({least}), and no change of "
+                f"that matrix has a higher rank; set it to {least} or less"
+            )
+
+
 def _check_mesh(config: Config, model: Architecture) -> None:
     mesh, train, length = config.mesh, config.train, config.data.sequence_length
     if mesh.zero not in (0, 1, 2, 3):
@@ -199,6 +237,7 @@ _LEAST: dict[str, int] = {
     "data.sequence_length": 2,
     "data.shuffle_window": 1,
     "data.streams": 1,
+    "lora.rank": 0,
     "mesh.replica": 1,
     "mesh.data": 1,
     "mesh.tensor": 1,

@@ -1,14 +1,18 @@
-"""Writes a model in another format: python -m jaxllm.convert --model MODEL --to safetensors|gguf --out PATH
+"""Writes a model in another format: python -m jaxllm.convert --model MODEL --to safetensors|gguf|peft --out PATH
 
 MODEL is the workdir of a training run, a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub. Out comes
 a folder that transformers loads, or a file that llama.cpp loads, with the tokenizer; complete, or not at all. Weights
 keep the dtype that they have, and so every bit, unless --dtype or --quantization says otherwise.
+
+Low-rank adapters that a run trained are added to its weights; with --to peft they alone are written, as a folder that
+the PEFT library loads beside the model that the run started from.
 """
 
 import dataclasses
 import json
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +22,7 @@ from absl import flags
 
 from jaxllm import commandline
 from jaxllm.errors import UserError
-from jaxllm.interop import byte_file
+from jaxllm.interop import byte_file, peft
 from jaxllm.interop import text as texts
 from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.huggingface import model as huggingface
@@ -27,10 +31,10 @@ from jaxllm.interop.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxllm.train import start
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_KINDS = ("safetensors", "gguf")
+_KINDS = ("safetensors", "gguf", "peft")
 
 _MODEL = flags.DEFINE_string("model", None, "Workdir, Hugging Face folder, .gguf file, or id of the hub.")
-_TO = flags.DEFINE_string("to", None, "safetensors or gguf.")
+_TO = flags.DEFINE_string("to", None, "safetensors, gguf or peft.")
 _OUT = flags.DEFINE_string("out", None, "Folder or file to write; it must not be there yet.")
 _DTYPE = flags.DEFINE_string(
     "dtype", None, "Of safetensors: float32, bfloat16 or float16; that of the model if not given."
@@ -55,16 +59,12 @@ def main() -> None:
     if target.exists():
         raise UserError(f"--out {out} is there already; give another path, or take it away")
     jax.config.update("jax_platforms", "cpu")  # numbers are only moved; an accelerator's memory may be too small
-    opened = start.open_any(spec)
+    write = _writer(spec, kind, target.stem)
     staging = target.with_name(f".writing-{target.name}")
     _remove(staging)  # of a run that was killed
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if kind == "gguf":
-            _write_gguf(opened, staging, target.stem)
-        else:
-            staging.mkdir()
-            _write_folder(opened, staging)
+        write(staging)
         staging.rename(target)
     except OSError as error:
         raise UserError(
@@ -73,6 +73,27 @@ def main() -> None:
     finally:
         _remove(staging)
     print(f"wrote {target}")
+
+
+def _writer(spec: str, kind: str, name: str) -> Callable[[pathlib.Path], None]:
+    """What writes the model to a path; the model is open, none of its weights are read."""
+    if kind == "peft":
+        run = start.open_adapters(pathlib.Path(spec).expanduser())
+
+        def write_adapters(folder: pathlib.Path) -> None:
+            folder.mkdir()
+            peft.export(folder, run.model, run.lora, run.load(), run.base)
+
+        return write_adapters
+    opened = start.open_any(spec)
+    if kind == "gguf":
+        return lambda path: _write_gguf(opened, path, name)
+
+    def write_folder(folder: pathlib.Path) -> None:
+        folder.mkdir()
+        _write_folder(opened, folder)
+
+    return write_folder
 
 
 def _remove(path: pathlib.Path) -> None:

@@ -18,7 +18,7 @@ from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.decode import generate
 from jaxllm.decode import state as decode_state
 from jaxllm.mesh import batch_sharding, replicated
-from jaxllm.model import specs
+from jaxllm.model import adapter_specs, adapters, specs
 from jaxllm.train import precision
 from jaxllm.train import state as state_lib
 from jaxllm.train.gradients import evaluate
@@ -55,7 +55,7 @@ def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
     """All that a training step is made of, from the configuration."""
     return Recipe(
         model=model,
-        optimizer=make_optimizer(config.optimizer, model),
+        optimizer=make_optimizer(config.optimizer, model, config.lora),
         schedule=make_schedule(config.optimizer, config.train.steps),
         policy=policy_for(config.precision.policy, platform),
         remat=remat_policy.parse(config.remat.policy),
@@ -63,6 +63,7 @@ def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
         accumulate=config.train.accumulate,
         loss_chunk=config.train.loss_chunk,
         attention_chunk=config.train.attention_chunk,
+        adapter_scale=adapters.scale_of(config.lora),
         scale_growth=config.precision.loss_scale_growth,
     )
 
@@ -71,10 +72,11 @@ def _create(config: Config, recipe: Recipe, layout: Layout) -> Callable[[], Trai
     policy = recipe.policy
     return lambda: state_lib.create(
         recipe.model,
+        config.lora,
         recipe.optimizer,
         config.train.seed,
-        policy.store,
-        layout.weights,
+        (policy.store, policy.compute),
+        (layout.weights, layout.frozen),
         precision.initial_scale(config.precision, policy),
     )
 
@@ -111,19 +113,34 @@ def init_state(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
 def state_from(config: Config, recipe: Recipe, mesh: Mesh, load: Callable[[Any, Any], Any]) -> TrainState:
     """The train state before the first step with weights from elsewhere, which are read straight to where they live.
 
+    With adapters these are the frozen weights, and the adapters have initial values.
+
     Args:
       load: (dtype, tree of `jax.ShapeDtypeStruct`s with shardings, padded as the mesh stores them) -> the parameters.
     """
     abstract = abstract_state(config, recipe, mesh)
-    scale = precision.initial_scale(config.precision, recipe.policy)
+    scale, seed = precision.initial_scale(config.precision, recipe.policy), config.train.seed
+    if abstract.frozen is not None:
+        frozen = load(recipe.policy.compute, abstract.frozen)
+        specs, placements = adapter_specs.trained_specs(recipe.model, config.lora), _weights(config, recipe, mesh)
+        fresh = jax.jit(
+            lambda: state_lib.begin(
+                state_lib.initial(specs, seed, recipe.policy.store, placements), recipe.optimizer, seed, scale
+            ),
+            out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, frozen=None)),
+        )
+        return dataclasses.replace(fresh(), frozen=frozen)
     params = load(recipe.policy.store, abstract.params)
     beside = jax.jit(
-        lambda params: dataclasses.replace(
-            state_lib.begin(params, recipe.optimizer, config.train.seed, scale), params=None
-        ),
+        lambda params: dataclasses.replace(state_lib.begin(params, recipe.optimizer, seed, scale), params=None),
         out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, params=None)),
     )
     return dataclasses.replace(beside(params), params=params)
+
+
+def _weights(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
+    """Placements of what is trained."""
+    return make_layout(config, recipe.model, recipe.policy, mesh).weights
 
 
 def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
@@ -141,11 +158,13 @@ def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
 
 
 def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
-    """(params, batch) -> sums of losses and tokens."""
+    """((what is trained, what is frozen), batch) -> sums of losses and tokens."""
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
     layout = make_layout(config, recipe.model, recipe.policy, mesh)
-    jitted = jax.jit(lambda params, batch: evaluate(params, batch, recipe, layout), out_shardings=replicated(mesh))
-    return Program("eval_step", jitted, (state.params, batch), ())
+    jitted = jax.jit(
+        lambda weights, batch: evaluate(weights[0], weights[1], batch, recipe, layout), out_shardings=replicated(mesh)
+    )
+    return Program("eval_step", jitted, ((state.params, state.frozen), batch), ())
 
 
 def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike) -> Any:

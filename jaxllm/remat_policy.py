@@ -9,7 +9,7 @@ import difflib
 
 from jaxllm.errors import UserError
 
-# In the order in which a block computes them.
+# In the order in which a block computes them; `lora` is what goes between the two matrices of each adapter.
 TAGS = (
     "attn_norm",
     "attn_qkv",
@@ -24,9 +24,10 @@ TAGS = (
     "mlp_hidden",
     "mlp_down",
     "mlp_out",
+    "lora",
 )
 # What products with weights give.
-PRODUCTS = ("attn_qkv", "attn_out", "mlp_up", "mlp_gate", "mlp_down")
+PRODUCTS = ("attn_qkv", "attn_out", "mlp_up", "mlp_gate", "mlp_down", "lora")
 KINDS = ("none", "full", "sqrt", "dots", "names", "offload")
 
 

@@ -23,6 +23,7 @@ from jaxllm.decode.engine import CHUNK, Generator
 from jaxllm.decode.request import Request, Result, Times, check
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.errors import UserError
+from jaxllm.interop import peft
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.ledger import bill, shortage
@@ -31,6 +32,7 @@ from jaxllm.train import checkpoint, start
 from jaxllm.train.precision import policy_for
 
 _MODEL = flags.DEFINE_string("model", None, "Workdir, Hugging Face folder, .gguf file, or id of the hub.")
+_ADAPTER = flags.DEFINE_string("adapter", None, "Folder of low-rank adapters in PEFT's layout, to add to the model.")
 _CHAT = flags.DEFINE_bool("chat", False, "Talk: each prompt is a turn; without one, lines are read.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; repeat the flag for several.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", None, "Most tokens made for a prompt; 64, in a chat 512.")
@@ -73,6 +75,8 @@ def main() -> None:
     )
     check(request, len(_PROMPT.value))  # before the weights are read, which can take minutes
     opened = start.open_any(spec)
+    if _ADAPTER.value:
+        opened = peft.onto(opened, pathlib.Path(_ADAPTER.value).expanduser())
     dtype = policy_for("auto", jax.default_backend()).compute
     if _CHAT.value:
         chat_loop.run(

@@ -90,7 +90,7 @@ def test_the_check_can_fail():
 
 def test_formulas_read_no_model_code():
     """Agreement of the closed forms with XLA is evidence only while they are independent of the program."""
-    allowed = {"model.specs"}
+    allowed = {"model.specs", "model.adapter_specs"}
     formulas = ("memory", "compute", "activations", "slots", "inference", "rows")
     formulas += ("setting", "layout", "counts", "states", "dataflow", "tiles", "communication", "roofline", "formats")
     formulas += ("inference_workspaces", "admission", *(f"xla/{path.stem}" for path in XLA))

@@ -6,6 +6,7 @@ products of all rows with all matrices: with 128 experts, of which a token meets
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,12 +87,17 @@ def grouped_matmul(
     return jax.lax.scan(one, None, (x, group))[1]
 
 
-def _forward(x: Array, weights: Array, group: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return grouped_matmul(x, weights, group), (x, weights, group)
+def _forward(x: Any, weights: Any, group: Any) -> tuple[Array, tuple[Array | None, Array, Array]]:
+    # Only the gradient of matrices reads the rows; frozen ones have none.
+    rows = x.value if weights.perturbed else None
+    return grouped_matmul(x.value, weights.value, group.value), (rows, weights.value, group.value)
 
 
-def _backward(saved: tuple[Array, Array, Array], change: Array) -> tuple[Array, Array, None]:
+def _backward(saved: tuple[Array | None, Array, Array], change: Array) -> tuple[Array, Array | None, None]:
     x, weights, group = saved
+    if x is None:
+        _, x_change = jax.lax.scan(lambda _, block: (None, block[0] @ weights[block[1]].T), None, (change, group))
+        return x_change, None, None
 
     def one(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         rows, outputs, index = block
@@ -102,4 +108,4 @@ def _backward(saved: tuple[Array, Array, Array], change: Array) -> tuple[Array, 
     return x_change, total.astype(weights.dtype), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)

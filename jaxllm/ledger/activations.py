@@ -30,7 +30,8 @@ def rows_between_passes(setting: Setting, phase: str) -> Iterator[Row]:
     inputs = layers - grouped + setting.model.repeats // size * (size > 1)
     bytes_each = one.values[BLOCK_INPUT].bytes
     formula = f"{inputs} {'inputs' if grouped else 'layers'} × {bytes_each:,} B"
-    yield rows.row(BLOCK_INPUT, "activations", phase, formula, inputs * bytes_each)
+    if one.keeps_input(kept_tags(setting)) or grouped:
+        yield rows.row(BLOCK_INPUT, "activations", phase, formula, inputs * bytes_each)
     for tag, each in one.kept(kept_tags(setting)).items():
         where = rows.HOST if remat.kind == "offload" else phase
         count = layers - grouped
@@ -46,26 +47,36 @@ def _outside(setting: Setting, phase: str) -> Iterator[tuple[str, int, int]]:
     """(name, bytes a token, tokens)."""
     model, tokens, own = setting.model, setting.tokens, setting.tokens // setting.tensor
     D = model.width
-    if setting.tensor == 1:
+    frozen = bool(setting.layout.frozen)  # embeddings too: nothing of their lookup is read again
+    if frozen:
+        pass
+    elif setting.tensor == 1:
         yield "token ids", _INT32, tokens
     else:  # beside the ids: which of them are this device's words
         yield "token ids and whose they are", _INT32 + setting.compute, tokens
-    if model.positions == "learned":
+    if model.positions == "learned" and frozen:
+        pass
+    elif model.positions == "learned":
         yield "position ids", _INT32, own
     else:
         kinds = len({*model.pattern * model.repeats, *model.tail} - {"nope"})
         yield "rotary angles", kinds * model.rotated * FLOAT32, tokens
     if model.experts:
         yield "real tokens", _BOOL, tokens
-    # The last norm is in no block: its centred inputs, their scaled and squared forms, and two numbers a token. Its
-    # gradient is the first that the backward pass takes.
+    # The last norm is in no block: its centred inputs, their scaled and squared forms, and two numbers a token. The
+    # scaled ones are for the gradient of its own scale. Its gradient is the first that the backward pass takes.
     if phase != rows.BACKWARD:
-        yield "final norm", 3 * D * FLOAT32 + 2 * FLOAT32, own
+        yield "final norm", (2 if frozen else 3) * D * FLOAT32 + 2 * FLOAT32, own
 
 
 def loss_gradients(setting: Setting) -> int:
     """Numbers of the gradients that the loss takes on the way: of its inputs and of the head."""
-    return setting.tokens * setting.model.width + head_numbers(setting)
+    return setting.tokens * setting.model.width + head_gradient_numbers(setting)
+
+
+def head_gradient_numbers(setting: Setting) -> int:
+    """Numbers of the gradient of the table that makes logits; 0 where it is frozen."""
+    return 0 if setting.layout.frozen else head_numbers(setting)
 
 
 def head_table(setting: Setting) -> Parameter:

@@ -77,18 +77,22 @@ def _transfer(setting: Setting, name: str, op: Op, axes: tuple[str, ...], elemen
     return Transfer(name, op, there, devices, elements, itemsize or setting.compute)
 
 
-def padded(setting: Setting, *groups: str) -> int:
-    """Numbers of all arrays, or of those of some groups, put together from their shares over `data`, with padding."""
-    return setting.total("share", *groups) * setting.mesh["data"]
+def padded(setting: Setting, *groups: str, trained: bool = False) -> int:
+    """Numbers of all arrays, or of those of some groups, put together from their shares over `data`, with padding.
+
+    Args:
+      trained: of those that are.
+    """
+    return setting.total("share", *groups, trained=trained) * setting.mesh["data"]
 
 
 def _weights(setting: Setting) -> Iterator[Transfer]:
     data, accumulate = ("data",), setting.config.train.accumulate
     if setting.stage in (1, 2) and setting.mixed:
-        yield _transfer(setting, "weights, from masters", "all-gather", data, padded(setting))
+        yield _transfer(setting, "weights, from masters", "all-gather", data, padded(setting, trained=True))
     elif setting.stage in (1, 2):
         # What is updated in shares is put together at the end of the step, as it is stored.
-        count = padded(setting)
+        count = padded(setting, trained=True)
         yield _transfer(setting, "weights, updated", "all-gather", data, count, setting.store)
     elif setting.stage == 3:
         # Under `sqrt` a block of a group runs twice before its gradients are taken.
@@ -109,8 +113,9 @@ def _gradients(setting: Setting) -> Iterator[Transfer]:
     summed = FLOAT32 if setting.accumulates else setting.compute
     if stage:
         size = summed if stage == 1 else setting.compute
-        count = padded(setting)
-        if stage >= 2 and setting.model.tied_embeddings:  # looked up and multiplied with: two sums
+        count = padded(setting, trained=True)
+        # A tied table is looked up and multiplied with: two sums.
+        if stage >= 2 and not setting.layout.frozen and setting.model.tied_embeddings:
             table = next(p for p in setting.parameters if p.name == "embed.tokens")
             count += setting.per_device(table.share) * setting.mesh["data"]
         count *= accumulate if stage > 1 else 1
@@ -135,7 +140,7 @@ def _split_over_tensor(layout: Layout, shares: bool) -> tuple[int, int]:
       shares: whether a device has shares over `data` of them; or all that it computes with.
     """
     split = whole = 0
-    for parameter in layout.parameters:
+    for parameter in layout.trained:
         count = layout.per_device(parameter.share) if shares else layout.computing(parameter)
         if any("tensor" in axes for axes in parameter.weight.axes):
             split += count

@@ -19,14 +19,16 @@ import functools
 import math
 from collections.abc import Mapping
 
-from jaxllm.config import Architecture, Config
+from jaxllm.config import Architecture, Config, LoraConfig
 from jaxllm.ledger import formats
 from jaxllm.ledger import setting as setting_lib
 from jaxllm.ledger.activations import head_numbers
 from jaxllm.ledger.dataflow import BLOCK_INPUT, Block, block
+from jaxllm.ledger.layout import NO_LORA, Lora
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.setting import FLOAT32, Layout, Setting
 from jaxllm.ledger.slots import numbers_held
+from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, cache_slots, param_specs
 
 # optax's, of Newton and Schulz's iteration.
@@ -103,10 +105,18 @@ def forward_flops(model: Architecture, sequences: int, length: int) -> int:
     return products + sequences * model.layers * _pair_flops(model) * length * length
 
 
-def model_flops_per_token(model: Architecture, sequence_length: int) -> float:
-    """Model FLOPs of a trained token, forward and backward, for utilisation: 6 · N and visible attention."""
+def model_flops_per_token(model: Architecture, sequence_length: int, lora: Lora = NO_LORA) -> float:
+    """Model FLOPs of a trained token, forward and backward, for utilisation: 6 · N and visible attention.
+
+    Beside adapters, which are trained, N has no gradient of its own: 4 · N.
+    """
     pairs = sum(visible_pairs(model, kind, sequence_length) for kind in _kinds(model))
-    return 3 * (2 * product_parameters(model) + _pair_flops(model) * pairs / sequence_length)
+    attention, products = _pair_flops(model) * pairs / sequence_length, 2 * product_parameters(model)
+    if lora == NO_LORA:
+        return 3 * (products + attention)
+    rank, targets = lora
+    beside = 2 * sum(spec.size for spec in leaves(adapter_specs(model, LoraConfig(rank=rank, targets=targets))))
+    return 2 * products + 3 * (beside + attention)
 
 
 def train_step(model: Architecture, config: Config, policy_name: str, platform: str = "gpu") -> Work:
@@ -121,10 +131,11 @@ def train_step(model: Architecture, config: Config, policy_name: str, platform: 
 def step(setting: Setting) -> Work:
     """One update on one device.
 
-    Each product has two in the backward pass, one for each of its factors. What a remat policy does not keep and the
-    backward pass needs is made once more (`ledger.dataflow`), and the scores of chunked attention for each chunk's
-    gradients. The head's gradients are taken where its logits are, so it is never computed again. `tensor` divides
-    the products, the router's aside, and `replica` and `data` the tokens.
+    Each product has two in the backward pass, one for each of its factors; one with a frozen weight has one. What a
+    remat policy does not keep and the backward pass needs is made once more (`ledger.dataflow`), and the scores of
+    chunked attention for each chunk's gradients. The head's gradients are taken where its logits are, so it is never
+    computed again. `tensor` divides the products, the router's and the second of each adapter aside, and `replica` and
+    `data` the tokens.
 
     The bytes are: weights read in each pass of each micro-batch, and cast once from their masters; their gradients
     written and read; activations as `_activation_bytes` says; the logits and their gradient written and read; and by
@@ -133,14 +144,18 @@ def step(setting: Setting) -> Work:
     accumulate = setting.config.train.accumulate
     forward = setting.model.layers * block(setting).flops + head_flops(setting)
     again = recomputed_flops(setting)
-    flops = {"forward": forward, "backward": 2 * forward, "recomputation": again}
+    frozen = setting.model.layers * block(setting).frozen_flops
+    if setting.layout.frozen:
+        frozen += head_flops(setting)
+    flops = {"forward": forward, "backward": 2 * forward - frozen, "recomputation": again}
     executed = {part: accumulate * count for part, count in flops.items()}
-    whole, updated = setting.total("computing"), setting.total("moment")
+    whole, updated = setting.total("computing"), setting.total("moment", trained=True)
+    trained = setting.total("computing", trained=True)
     logits = setting.step_tokens * head_numbers(setting) // setting.model.width
-    casts = whole * (setting.store + setting.compute) if setting.mixed else 0
+    casts = trained * (setting.store + setting.compute) if setting.mixed else 0
     moved = {
         "weights": accumulate * whole * setting.compute * (3 if again else 2) + casts,
-        "gradients": accumulate * whole * (2 * setting.compute + 2 * FLOAT32 * setting.accumulates),
+        "gradients": accumulate * trained * (2 * setting.compute + 2 * FLOAT32 * setting.accumulates),
         "activations": accumulate * _activation_bytes(setting),
         "logits": 4 * logits * FLOAT32,
         "optimizer": updated * (setting.compute + 2 * setting.store) + 2 * numbers_held(setting) * setting.moment,
@@ -159,7 +174,7 @@ def _optimizer_flops(name: str, layout: Layout) -> int:
     if name != "muon":
         return 0
     total = 0
-    for parameter in layout.parameters:
+    for parameter in layout.trained:
         spec = parameter.spec
         if spec.role == "matrix":
             rows = math.prod(spec.shape[i] for i in spec.fan_in)

@@ -19,12 +19,17 @@ a token (1 where the MLP is dense):
     mlp_down      mlp_hidden (experts only)            2·M·X·F/t·D          M·X·D·c
     mlp_out       mlp_hidden or mlp_down               2·M·F/t·D            M/t·D·c
     routing       mlp_norm gathered                    2·M·D·E              never kept
+    w, through A  what w multiplies                    2·M·inputs·r         M·r·c         tag lora
 
 With `norm_placement` "post", attn_norm and mlp_norm are not there: attn_inputs is made of block_input, mlp_inputs of
 resid_mid. With experts, M·X is the number of rows in `rows_of_experts`: those of each expert fill up whole blocks.
 
 The backward pass reads some of these values. A remat policy keeps those under its tags; what it needs beside is made
 again from what is kept, and a tag that nobody reads is not kept whatever the policy says.
+
+With low-rank adapters of rank r the weights are frozen. The products with them then have no gradient but that of their
+activations, which reads the weight and not the inputs. An adapter's gradients read both of its products' inputs; w, of
+the projections that have one, takes 2·M·r·outputs/t more.
 """
 
 import dataclasses
@@ -32,6 +37,7 @@ import functools
 from collections.abc import Mapping
 
 from jaxllm.config import Architecture
+from jaxllm.ledger.layout import NO_LORA, Lora
 from jaxllm.ledger.setting import FLOAT32, Setting
 from jaxllm.remat_policy import TAGS
 
@@ -48,6 +54,7 @@ class Value:
       bytes: that it takes.
       tag: under which a policy can keep it; "" where none can.
       moved: numbers that the collective over `tensor` which makes it puts together or sums up.
+      frozen: FLOPs among `flops` of products with weights that have no gradient.
     """
 
     inputs: tuple[str, ...]
@@ -55,6 +62,7 @@ class Value:
     bytes: int = 0
     tag: str = ""
     moved: int = 0
+    frozen: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +88,11 @@ class Block:
 
     def made_again(self, tags: tuple[str, ...]) -> dict[str, Value]:
         """Values that the backward pass makes a second time where these tags are kept."""
-        return {name: self.values[name] for name in self._needed(tags)[1]}
+        return {name: self.values[name] for name in self._needed(tags)[1] if name != BLOCK_INPUT}
+
+    def keeps_input(self, tags: tuple[str, ...]) -> bool:
+        """Whether the backward pass reads the block's input where these tags are kept."""
+        return BLOCK_INPUT in self._needed(tags)[1]
 
     def flops_again(self, tags: tuple[str, ...]) -> int:
         """Of the products that make them."""
@@ -108,7 +120,10 @@ class Block:
         waiting = list(self.read)
         while waiting:
             name = waiting.pop()
-            if name == BLOCK_INPUT or name in kept or name in made:
+            if name in kept or name in made:
+                continue
+            if name == BLOCK_INPUT:  # which has no tag: kept where it is read, or what is read is made of it
+                made.append(name)
                 continue
             if self.values[name].tag in tags:
                 kept.append(name)
@@ -122,6 +137,11 @@ class Block:
         """Of its forward pass."""
         return sum(value.flops for value in self.values.values())
 
+    @property
+    def frozen_flops(self) -> int:
+        """Of its forward pass, of products with frozen weights."""
+        return sum(value.frozen for value in self.values.values())
+
 
 def block(setting: Setting) -> Block:
     """The block of a run's model; all layers are alike to it, windows and all."""
@@ -132,6 +152,7 @@ def block(setting: Setting) -> Block:
         setting.tensor,
         setting.compute,
         setting.config.train.attention_chunk > 0,
+        setting.lora,
     )
 
 
@@ -148,7 +169,12 @@ def rows_of_experts(assignments: int, experts: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -> Block:
+def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool, lora: Lora) -> Block:
+    block = _plain(model, M, T, t, c, chunked)
+    return block if lora == NO_LORA else _with_adapters(block, model, M, t, c, lora)
+
+
+def _plain(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -> Block:
     D, H, N, K = model.width, model.head_dim, model.heads // t, model.kv_heads // t
     own = M // t * D * c
     everyone = M * D if t > 1 else 0
@@ -178,7 +204,8 @@ def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -
     }
     if model.norm_placement != "post":
         values["mlp_norm"] = Value(("resid_mid",), 0, own, "mlp_norm")
-    read = ["attn_inputs", "q", "k", "v", "attn_probs", "attn_context", "resid_mid", "mlp_inputs"]
+    read = [BLOCK_INPUT] if model.norm_placement != "post" else []
+    read += ["attn_inputs", "q", "k", "v", "attn_probs", "attn_context", "resid_mid", "mlp_inputs"]
     if model.qk_norm:
         read += ["q, before its norm", "k, before its norm"]
     if model.attention_softcap:
@@ -187,6 +214,46 @@ def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -
         read += ["attn_out", "mlp_out"]
     more, reads = _mlp(model, M, t, c)
     return Block(values | more, (*read, *reads), chunked)
+
+
+# A projection with an adapter -> (the value that it makes, what it multiplies).
+_ADAPTED = {
+    "q": ("q", "attn_inputs"),
+    "k": ("k", "attn_inputs"),
+    "v": ("v", "attn_inputs"),
+    "out": ("attn_out", "attn_context"),
+    "gate": ("mlp_gate", "mlp_inputs"),
+    "up": ("mlp_up", "mlp_inputs"),
+    "down": ("mlp_out", "mlp_hidden"),
+}
+# What the backward pass reads for gradients of weights alone.
+_FOR_WEIGHTS = ("attn_inputs", "attn_context", "mlp_inputs", "mlp_hidden")
+
+
+def _with_adapters(block: Block, model: Architecture, M: int, t: int, c: int, lora: Lora) -> Block:
+    """The block with its weights frozen and adapters beside some of them."""
+    rank, targets = lora
+    values = {
+        name: dataclasses.replace(value, frozen=0 if name in ("attn_scores", "attn_context") else value.flops)
+        for name, value in block.values.items()
+    }
+    for_weights = {*_FOR_WEIGHTS, *(("resid_mid",) if model.norm_placement == "post" else ())}
+    read = [name for name in block.read if name not in for_weights]
+    H, D, F = model.head_dim, model.width, model.mlp_width // t
+    heads, keys = model.heads // t * H, model.kv_heads // t * H
+    sizes = {"q": (D, heads), "k": (D, keys), "v": (D, keys), "out": (heads, D), "down": (F, D)}
+    for target in targets:
+        name, of = _ADAPTED[target]
+        name = f"{name}, before its norm" if f"{name}, before its norm" in values else name
+        inputs, outputs = sizes.get(target, (D, F))
+        through = f"{target}, through A"
+        values[through] = Value((of,), 2 * M * inputs * rank, M * rank * c, "lora")
+        made = values[name]
+        values[name] = dataclasses.replace(
+            made, inputs=(*made.inputs, through), flops=made.flops + 2 * M * rank * outputs
+        )
+        read += [of, through]
+    return Block(values, tuple(read), block.chunked)
 
 
 def _mlp(model: Architecture, M: int, t: int, c: int) -> tuple[dict[str, Value], tuple[str, ...]]:

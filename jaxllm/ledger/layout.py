@@ -12,10 +12,11 @@ from typing import Any, Literal
 import jax
 
 from jaxllm import mesh as mesh_lib
-from jaxllm.config import Architecture, MeshConfig
+from jaxllm.config import Architecture, LoraConfig, MeshConfig
 from jaxllm.ledger.counts import Count, Share
 from jaxllm.ledger.counts import count as count_of
 from jaxllm.mesh import Placement
+from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, is_spec
 
 
@@ -27,6 +28,7 @@ class Parameter:
       name: its path, `layers.0.attn.q`.
       weight, moment, share: placements of the stored weights, of what the optimizer keeps, and of arrays that are
         split over `data` at any stage.
+      trained: whether it has gradients and moments; a frozen one has its weight's placement for both.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Parameter:
     weight: Placement
     moment: Placement
     share: Placement
+    trained: bool = True
 
     @functools.cached_property
     def group(self) -> str:
@@ -53,19 +56,33 @@ class Layout:
 
     Attributes:
       mesh: axis -> devices.
-      parameters: every array of them.
+      parameters: every array of them; adapters come last.
     """
 
     mesh: dict[str, int]
     parameters: tuple[Parameter, ...]
-    _totals: dict[tuple[Of, tuple[str, ...]], Count] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _totals: dict[tuple[Of, bool, tuple[str, ...]], Count] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
     _counts: dict[tuple[Of | int, ...], Count] = dataclasses.field(default_factory=dict, init=False, repr=False)
-    _selected: dict[tuple[str, ...], list[Parameter]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _selected: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @functools.cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """Those with gradients and moments: all of them, or the adapters where there are any."""
+        return tuple(p for p in self.parameters if p.trained)
+
+    @functools.cached_property
+    def frozen(self) -> tuple[Parameter, ...]:
+        """The others."""
+        return tuple(p for p in self.parameters if not p.trained)
 
     @functools.cached_property
     def stored(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
-        """Of each array its name, its shape, and the shape that its moments are stored in."""
-        return tuple((p.name, p.spec.shape, p.moment.shape) for p in self.parameters)
+        """Of each array that is trained its name, its shape, and the shape that its moments are stored in."""
+        return tuple((p.name, p.spec.shape, p.moment.shape) for p in self.trained)
 
     @functools.cached_property
     def _numbers(self) -> dict[int, int]:
@@ -95,15 +112,17 @@ class Layout:
         count = self._computing.get(id(parameter.share))
         return self._while_computing(parameter) if count is None else count
 
-    def select(self, groups: tuple[str, ...]) -> list[Parameter]:
-        if groups not in self._selected:
-            self._selected[groups] = [p for p in self.parameters if p.group in groups]
-        return self._selected[groups]
+    def select(self, groups: tuple[str, ...], trained: bool = False) -> list[Parameter]:
+        """The arrays of some groups, of all where none is named; `trained`: those that are."""
+        if (trained, groups) not in self._selected:
+            found = self.trained if trained else self.parameters
+            self._selected[trained, groups] = [p for p in found if not groups or p.group in groups]
+        return self._selected[trained, groups]
 
-    def total(self, of: Of, groups: tuple[str, ...]) -> Count:
-        key = (of, groups)
+    def total(self, of: Of, groups: tuple[str, ...], trained: bool = False) -> Count:
+        key = (of, trained, groups)
         if key not in self._totals:
-            self._totals[key] = self.count(of, self.select(groups) if groups else self.parameters)
+            self._totals[key] = self.count(of, self.select(groups, trained))
         return self._totals[key]
 
     def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
@@ -126,9 +145,20 @@ class Layout:
         return Share(whole, held * ways - whole, ways)
 
 
+# (rank, targets) of low-rank adapters; (0, ()) of none.
+Lora = tuple[int, tuple[str, ...]]
+NO_LORA: Lora = (0, ())
+
+
+def _declared(param_specs: Callable[[Architecture], Any], model: Architecture, lora: Lora) -> Any:
+    """The parameters of a model, or its adapters where there is a rank."""
+    rank, targets = lora
+    return adapter_specs(model, LoraConfig(rank=rank, targets=targets)) if rank else param_specs(model)
+
+
 @functools.lru_cache(maxsize=16)
-def _leaves(param_specs: Callable[[Architecture], Any], model: Architecture) -> list[tuple[str, ParamSpec]]:
-    paths = jax.tree_util.tree_leaves_with_path(param_specs(model), is_leaf=is_spec)
+def _leaves(param_specs: Callable[[Architecture], Any], model: Architecture, lora: Lora) -> list[tuple[str, ParamSpec]]:
+    paths = jax.tree_util.tree_leaves_with_path(_declared(param_specs, model, lora), is_leaf=is_spec)
     return [(mesh_lib.path_name(path), spec) for path, spec in paths]
 
 
@@ -139,11 +169,12 @@ def _placed(
     model: Architecture,
     axes: tuple[int, ...],
     stage: int,
+    lora: Lora,
 ) -> list[Placement]:
     """Of each array of a model, as weights that compute as they are stored lie at a stage of ZeRO: whole at 0, whole
     but padded as their moments are at 1, split over `data` at 3."""
     mesh = MeshConfig(**dict(zip(mesh_lib.AXES, axes, strict=True)), zero=stage)
-    tree = placements(param_specs(model), mesh, "weights", False)
+    tree = placements(_declared(param_specs, model, lora), mesh, "weights", False)
     return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Placement))
 
 
@@ -155,16 +186,27 @@ def layout_of(
     axes: tuple[int, ...],
     weights: bool,
     moments: bool,
+    stage: int,
+    lora: Lora,
 ) -> Layout:
     """Args:
     param_specs, placements: what declares and what places. Given, so that a test's own are never met in the cache.
     axes: devices along each of `mesh.AXES`.
-    weights, moments: whether they are split over `data`.
+    weights, moments: whether those of what is trained are split over `data`.
+    stage: of ZeRO, to which frozen weights are whole below 3.
+    lora: adapters, beside which all parameters are frozen.
     """
 
-    def placed(split: bool) -> list[Placement]:
-        return _placed(param_specs, placements, model, axes, 3 if split else 1 if moments else 0)
+    def placed(stage: int, lora: Lora) -> list[Placement]:
+        return _placed(param_specs, placements, model, axes, stage, lora)
 
-    lists = zip(_leaves(param_specs, model), placed(weights), placed(moments), placed(True), strict=True)
-    parameters = tuple(Parameter(name, spec, *places) for (name, spec), *places in lists)
-    return Layout(dict(zip(mesh_lib.AXES, axes, strict=True)), parameters)
+    def at(split: bool) -> list[Placement]:
+        return placed(3 if split else 1 if moments else 0, lora)
+
+    frozen: tuple[Parameter, ...] = ()
+    if lora != NO_LORA:
+        places = zip(_leaves(param_specs, model, NO_LORA), placed(3 if stage == 3 else 0, NO_LORA), strict=True)
+        frozen = tuple(Parameter(name, spec, place, place, place, False) for (name, spec), place in places)
+    lists = zip(_leaves(param_specs, model, lora), at(weights), at(moments), at(True), strict=True)
+    trained = tuple(Parameter(name, spec, weight, moment, share) for (name, spec), weight, moment, share in lists)
+    return Layout(dict(zip(mesh_lib.AXES, axes, strict=True)), frozen + trained)

@@ -35,7 +35,10 @@ def training(model: Architecture, config: Config, policy_name: str, platform: st
     setting = setting_lib.make(model, config, policy_name, platform)
     made = (*state_rows(setting), *step_rows(setting))
     parameters = sum(parameter.spec.size for parameter in setting.parameters)
-    return Ledger("train", config.model.name, parameters, "", setting.devices, tuple(_device_then_host(made)))
+    trained = sum(parameter.spec.size for parameter in setting.trained)
+    return Ledger(
+        "train", config.model.name, parameters, "", setting.devices, tuple(_device_then_host(made)), trained=trained
+    )
 
 
 def _device_then_host(made: tuple[Row, ...]) -> list[Row]:

@@ -9,7 +9,7 @@ from jaxllm.ledger import comparison
 from jaxllm.ledger.compiled import Inspection
 from jaxllm.ledger.reconcile import COLUMNS, Reconciliation
 from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown, format_bytes, format_si
-from jaxllm.ledger.words import Footnotes, largest_first, verdict, work
+from jaxllm.ledger.words import Footnotes, largest_first, told_parameters, verdict, work
 
 WIDTH = 100
 
@@ -17,7 +17,7 @@ WIDTH = 100
 def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     """What persists, what the fullest phase adds, their sum, and whether the device holds it."""
     notes = Footnotes()
-    title = f"ledger: {ledger.task} {ledger.model}, {ledger.parameters:,} parameters, {ledger.count} × {device.name}"
+    title = f"ledger: {ledger.task} {ledger.model}, {told_parameters(ledger)}, {ledger.count} × {device.name}"
     table = _table(title)
     table.add_column("memory of one device", overflow="fold", max_width=34)
     table.add_column("how", overflow="fold")

@@ -170,7 +170,7 @@ def _offloaded(setting: Setting) -> Iterator[int]:
     if setting.config.optimizer.offload != "none":
         yield numbers_held(setting) * setting.moment
     if setting.config.optimizer.offload == "all":
-        yield setting.total("weight") * setting.store
+        yield setting.total("weight", trained=True) * setting.store
     if setting.remat.kind == "offload":
         kept = sum(block(setting).kept(setting.remat.kept).values())
         yield setting.config.train.accumulate * setting.model.layers * kept

@@ -105,6 +105,7 @@ class Ledger:
       rows: see Row.
       capacity_bytes: memory of one device; Unknown where nothing is known of the device.
       compute: JSON of `ledger.compute`: {"flops", "bytes", "roofline_seconds", "bound"}.
+      trained: parameters that a training run updates, of all; None where nothing is trained.
     """
 
     task: str
@@ -115,6 +116,7 @@ class Ledger:
     rows: tuple[Row, ...]
     capacity_bytes: Figure = Unknown("no device was named")
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trained: int | None = None
 
     @functools.cached_property
     def _sums(self) -> dict[str, int]:
@@ -166,6 +168,7 @@ class Ledger:
             "task": self.task,
             "model": self.model,
             "parameters": self.parameters,
+            **({} if self.trained is None else {"trained_parameters": self.trained}),
             "device": self.device,
             "count": self.count,
             "rows": [dataclasses.asdict(row) for row in self.rows],
@@ -192,6 +195,7 @@ class Ledger:
             rows=tuple(Row(**row) for row in value["rows"]),
             capacity_bytes=figure_from_json(value["capacity_bytes"]),
             compute=dict(value["compute"]),
+            trained=value.get("trained_parameters"),
         )
 
 

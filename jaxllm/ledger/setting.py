@@ -12,8 +12,8 @@ from jaxllm import config_checks, remat_policy
 from jaxllm import mesh as mesh_lib
 from jaxllm.config import Architecture, Config
 from jaxllm.ledger.counts import Count
+from jaxllm.ledger.layout import NO_LORA, Lora, Of, layout_of
 from jaxllm.ledger.layout import Layout as Layout
-from jaxllm.ledger.layout import Of, layout_of
 from jaxllm.ledger.layout import Parameter as Parameter
 from jaxllm.mesh import Placement
 from jaxllm.model.specs import param_specs
@@ -56,6 +56,16 @@ class Setting:
     def parameters(self) -> tuple[Parameter, ...]:
         """Every array of them."""
         return self.layout.parameters
+
+    @functools.cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """Those with gradients and moments."""
+        return self.layout.trained
+
+    @property
+    def lora(self) -> Lora:
+        """(rank, targets) of the low-rank adapters."""
+        return lora_of(self.config)
 
     @property
     def devices(self) -> int:
@@ -114,20 +124,26 @@ class Setting:
     def per_device(self, placement: Placement) -> int:
         return self.layout.per_device(placement)
 
-    def total(self, of: Of, *groups: str) -> Count:
+    def total(self, of: Of, *groups: str, trained: bool = False) -> Count:
         """Numbers on a device of all arrays, or of those of some groups.
 
         Args:
           of: a placement of Parameter, or "computing".
+          trained: count only what is.
         """
-        return self.layout.total(of, groups)
+        return self.layout.total(of, groups, trained)
 
     def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
         """The same of these arrays."""
         return self.layout.count(of, parameters)
 
-    def select(self, *groups: str) -> list[Parameter]:
-        return self.layout.select(groups)
+    def select(self, *groups: str, trained: bool = False) -> list[Parameter]:
+        return self.layout.select(groups, trained)
+
+
+def lora_of(config: Config) -> Lora:
+    """(rank, targets) of the low-rank adapters of a run."""
+    return (config.lora.rank, config.lora.targets) if config.lora.rank else NO_LORA
 
 
 def make(model: Architecture, config: Config, policy: str, platform: str) -> Setting:
@@ -147,6 +163,8 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Set
         tuple(mesh_lib.sizes(config.mesh).values()),
         mesh_lib.sharded("weights", stage, mixed),
         mesh_lib.sharded("moments", stage, mixed),
+        stage,
+        lora_of(config),
     )
     config_checks.check_update(config.optimizer, policy, mixed, layout.stored)
     return Setting(

@@ -91,7 +91,7 @@ def _held(name: str, layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
     """(slot, parameter) of an optimizer, by name -> `held`."""
     found = {}
     for slot in SLOTS[name]:
-        for parameter in layout.parameters:
+        for parameter in layout.trained:
             numbers, spec = slot.numbers(parameter.spec), parameter.spec
             if numbers != spec.size:
                 found[slot.name, parameter.name] = numbers, 0
@@ -112,7 +112,7 @@ def largest_state(name: str, layout: Layout, moment: int, master: int) -> int:
     return max(
         moment * sum(sum(_held(name, layout)[slot.name, parameter.name]) for slot in SLOTS[name])
         + master * layout.per_device(parameter.weight)
-        for parameter in layout.parameters
+        for parameter in layout.trained
     )
 
 
@@ -122,7 +122,7 @@ def _counted(name: str, layout: Layout) -> list[tuple[str, Count, int]]:
     counted = []
     for slot in SLOTS[name]:
         parts = []
-        for parameter in layout.parameters:
+        for parameter in layout.trained:
             numbers = slot.numbers(parameter.spec)
             # What has not its parameter's shape is whole on every device.
             whole = numbers != parameter.spec.size

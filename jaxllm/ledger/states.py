@@ -13,6 +13,7 @@ from jaxllm.ledger.slots import slot_rows
 _STATE_BYTES = 4 + 8
 # fp16: the scale (float32) and the steps since it changed (int32).
 _LOSS_SCALE_BYTES = 4 + 4
+FROZEN = "frozen weights"
 
 
 def state_rows(setting: Setting) -> list[Row]:
@@ -24,10 +25,17 @@ def state_rows(setting: Setting) -> list[Row]:
     """
     kind = "master weights" if setting.mixed else "weights"
     phase = rows.HOST if setting.config.optimizer.offload == "all" else rows.PERSISTENT
-    own, padding = _stored(setting.layout)
-    made = [rows.numbers(kind, kind, phase, own, setting.store)]
+    own, padding = _stored(setting.layout, trained=True)
+    frozen = setting.layout.frozen
+    name = "LoRA adapters" if frozen else kind
+    made = [rows.numbers(name, kind, phase, own, setting.store)]
     if padding:
-        made.append(rows.numbers(f"padding of {kind}", kind, phase, padding, setting.store))
+        made.append(rows.numbers(f"padding of {name}", kind, phase, padding, setting.store))
+    if frozen:  # as they compute: no masters, no gradients, no moments
+        own, padding = _stored(setting.layout, trained=False)
+        made.insert(0, rows.numbers(FROZEN, "weights", rows.PERSISTENT, own, setting.compute))
+        if padding:
+            made.append(rows.numbers(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, setting.compute))
     made += slot_rows(setting)
     made.append(rows.row("step and key", "state", rows.PERSISTENT, f"{FLOAT32} B + 2 × 4 B", _STATE_BYTES))
     if setting.policy == "fp16":
@@ -38,8 +46,8 @@ def state_rows(setting: Setting) -> list[Row]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored(layout: Layout) -> tuple[Count, int]:
-    """Numbers of weights on one device: (of the model, of padding beside them)."""
-    stored = layout.total("weight", ())
+def _stored(layout: Layout, trained: bool) -> tuple[Count, int]:
+    """Numbers of weights on one device that are trained, or that are not: (of the model, of padding beside them)."""
+    stored = layout.count("weight", layout.trained if trained else layout.frozen)
     own = without_padding(stored)
     return own, stored - own

@@ -91,6 +91,8 @@ def state_padding(setting: Setting) -> Row:
     if optimizer.offload == "none":
         more, beside = _slots(optimizer.name, setting.layout, setting.moment)
         arrays, size = arrays + more, size + beside
+    more, beside = _frozen(setting.layout, setting.compute)
+    arrays, size = arrays + more, size + beside
     few: list[Array] = [((), FLOAT32), ((2,), FLOAT32)]  # the step, and the key
     few += [(shape, FLOAT32) for shape in _BESIDE[optimizer.name]]
     if setting.policy == "fp16":
@@ -108,16 +110,21 @@ def batch_padding(setting: Setting, phase: str) -> Iterator[Row]:
 
 @functools.lru_cache(maxsize=4096)
 def weights_padding(layout: Layout, groups: tuple[str, ...], itemsize: int) -> int:
-    """Bytes of it beside copies, of so many bytes a number, of the stored weights of some groups."""
-    chosen = layout.select(groups)
+    """Bytes of it beside copies, of so many bytes a number, of the stored weights of some groups that are trained."""
+    chosen = layout.select(groups, trained=True)
     return sum(padding(shape_on_device(layout, parameter.weight), itemsize) for parameter in chosen)
 
 
 @functools.lru_cache(maxsize=4096)
 def _weights(layout: Layout, itemsize: int) -> tuple[int, int]:
     """(arrays, bytes of padding)."""
-    groups = tuple(dict.fromkeys(parameter.group for parameter in layout.parameters))
-    return len(layout.parameters), weights_padding(layout, groups, itemsize)
+    return len(layout.trained), weights_padding(layout, (), itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def _frozen(layout: Layout, itemsize: int) -> tuple[int, int]:
+    """The same of the weights that are not trained."""
+    return len(layout.frozen), sum(padding(shape_on_device(layout, p.weight), itemsize) for p in layout.frozen)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,7 +132,7 @@ def _slots(name: str, layout: Layout, itemsize: int) -> tuple[int, int]:
     """The same of an optimizer's slots."""
     sizes = []
     for slot in SLOTS[name]:
-        for parameter in layout.parameters:
+        for parameter in layout.trained:
             numbers = slot.numbers(parameter.spec)
             if numbers == parameter.spec.size:
                 sizes.append(padding(shape_on_device(layout, parameter.moment), itemsize))

@@ -47,7 +47,7 @@ def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any
     """The column: bytes on one device; state that is kept in host memory is counted with the rest of it."""
     state = abstract_state(config, model, platform)
     return {
-        "weights": bytes_per_device(state.params),
+        "weights": bytes_per_device((state.params, state.frozen)),
         "optimizer": bytes_per_device(state.opt_state),
         "persistent": bytes_per_device(state),
         "activations": sum(residuals(config, model, platform).tags.values()),
@@ -75,8 +75,8 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
     recipe = programs.make_recipe(config, model, platform)
     layout = make_layout(config, model, recipe.policy, _mesh(config))
 
-    def local(params: Any, batch: Any, factor: jax.Array) -> list[jax.Array]:
-        variables, computing = gradients.variables_of(params, recipe, layout)
+    def local(params: Any, frozen: Any, batch: Any, factor: jax.Array) -> list[jax.Array]:
+        variables, computing = gradients.variables_of(params, frozen, recipe, layout)
         partition = gradients.partition_of(layout)
 
         def loss(variables: Any) -> jax.Array:
@@ -88,7 +88,7 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
         return jax.tree.map(lambda p: p.partition, placements, is_leaf=lambda x: isinstance(x, mesh_lib.Placement))
 
     state = programs.abstract_state(config, recipe, _mesh(config))
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.frozen))
     rows = config.train.batch_size // config.train.accumulate
     batch = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
@@ -98,11 +98,11 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
     mapped = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(specs(layout.weights), PartitionSpec(BATCH_AXES, None), PartitionSpec()),
+        in_specs=(specs(layout.weights), specs(layout.frozen), PartitionSpec(BATCH_AXES, None), PartitionSpec()),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    traced = jax.make_jaxpr(mapped)(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+    traced = jax.make_jaxpr(mapped)(*weights, batch, jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
     (call,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
     inner = call.params["jaxpr"]
     inner = getattr(inner, "jaxpr", inner)

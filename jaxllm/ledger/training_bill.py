@@ -15,6 +15,7 @@ from jaxllm.ledger import bill, compiled, compute, remedy, report, shortage, tra
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.rows import Unknown, format_bytes
+from jaxllm.ledger.setting import lora_of
 from jaxllm.train.precision import policy_for
 
 # Of a predicted peak that did not fit after all: what a change must come down to.
@@ -37,7 +38,7 @@ class TrainingBill:
         ledger = bill.training(config, model, self._device)
         available = device_lib.left_for_us(self._device, self._held, ledger.count)
         self._ledger = dataclasses.replace(ledger, capacity_bytes=available)
-        self.model_flops_per_token = compute.model_flops_per_token(model, config.data.sequence_length)
+        self.model_flops_per_token = compute.model_flops_per_token(model, config.data.sequence_length, lora_of(config))
         dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
         peak = self._device.peak(dtype)
         self.peak_flops = peak * self._ledger.count if peak else None
@@ -68,7 +69,7 @@ class TrainingBill:
         """
         if self._check == "off":
             return ""
-        trees = {"weights": state.params, "optimizer": state.opt_state, "state": state}
+        trees = {"weights": (state.params, state.frozen), "optimizer": state.opt_state, "state": state}
         traced = trace.figures(self._config, self._model, self._device.platform)
         result = reconcile(self._ledger, compiled.figures(train_step), {"peak": device_lib.peak_bytes()}, trees, traced)
         (workdir / "ledger.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")

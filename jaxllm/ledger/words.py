@@ -44,6 +44,13 @@ def verdict(ledger: Ledger, notes: Footnotes | None = None, held_back: int = 0) 
     return f"does not fit: needs {need}, has {format_bytes(capacity)}; {over} too much{kept}"
 
 
+def told_parameters(ledger: Ledger) -> str:
+    """How many there are, and how many of them are trained where that is not all."""
+    if ledger.trained in (None, ledger.parameters):
+        return f"{ledger.parameters:,} parameters"
+    return f"{ledger.parameters:,} parameters ({ledger.trained:,} trained)"
+
+
 def work(compute: Mapping[str, Any], notes: Footnotes | None = None) -> str:
     """One sentence: FLOPs, bytes, and the roofline."""
     seconds, bound = figure_from_json(compute["roofline_seconds"]), figure_from_json(compute["bound"])

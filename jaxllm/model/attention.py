@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.config import Architecture
 from jaxllm.kernels import reference
 from jaxllm.model.layer_cache import LayerCache
-from jaxllm.model.layers import align, matmul, norm, norm_over_heads, rotate
+from jaxllm.model.layers import align, norm, norm_over_heads, project, rotate
 from jaxllm.model.partition import WHOLE, Partition
 
 
@@ -33,7 +33,7 @@ class Span:
 
 
 def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -> Array:
-    y = matmul(x, params[name])
+    y = project(x, params, name)
     if model.qkv_bias:
         y = y + align(params[f"{name}_bias"], y)
     return y
@@ -80,7 +80,7 @@ def attention(
     else:
         y = reference.attention(q, k, v, reference.attention_mask(*places, window), scale=scale, softcap=softcap)
     y = checkpoint_name(y, "attn_context")
-    y = partition.leave(matmul(y, params["out"], fan_in=2))
+    y = partition.leave(project(y, params, "out", fan_in=2))
     if model.out_bias:
         y = y + align(params["out_bias"], y)
     return checkpoint_name(y, "attn_out"), cache

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
+from jaxllm.model.adapters import ADAPTERS
 from jaxllm.model.partition import WHOLE, Partition
 
 
@@ -148,20 +149,32 @@ def matmul(x: Float[Array, "B T *inputs"], weight: Array, fan_in: int = 1) -> Ar
     return (x.reshape(B * T, -1) @ rows).reshape(B, T, *weight.shape[fan_in:])
 
 
+def project(x: Float[Array, "B T *inputs"], params: dict[str, Any], name: str, fan_in: int = 1) -> Array:
+    """x times the weight of a name, and through its low-rank adapter where it has one (`jaxllm.model.adapters`).
+
+    The adapter is applied to activations, and never added to the weight: that would be a copy of the weight.
+    """
+    y = matmul(x, params[name], fan_in)
+    pair = params.get(ADAPTERS, {}).get(name)
+    if pair is None:
+        return y
+    return y + matmul(checkpoint_name(matmul(x, pair["a"], fan_in), ADAPTERS), pair["b"])
+
+
 def mlp(
     x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture, partition: Partition = WHOLE
 ) -> Float[Array, "B t D"]:
     """The dense MLP: two matrices, or three where it is gated (Shazeer 2020)."""
 
-    def project(name: str) -> Array:
-        y = matmul(x, params[name])
+    def into(name: str) -> Array:
+        y = project(x, params, name)
         if model.mlp_bias:
             y = y + align(params[f"{name}_bias"], y)
         return checkpoint_name(y, f"mlp_{name}")
 
-    up = project("up")
-    hidden = activation(project("gate"), model.mlp) * up if model.gated else activation(up, model.mlp)
-    y = partition.leave(matmul(checkpoint_name(hidden, "mlp_hidden"), params["down"]))
+    up = into("up")
+    hidden = activation(into("gate"), model.mlp) * up if model.gated else activation(up, model.mlp)
+    y = partition.leave(project(checkpoint_name(hidden, "mlp_hidden"), params, "down"))
     if model.mlp_bias:
         y = y + align(params["down_bias"], y)
     return checkpoint_name(y, "mlp_out")

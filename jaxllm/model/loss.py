@@ -8,6 +8,7 @@ logits of its own words, and only numbers of one a token cross between them.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,9 +100,12 @@ def cross_entropy(
 
 
 def _forward(
-    hidden: Array, table: Array, targets: Array, weights: Array, head: Head
-) -> tuple[Array, tuple[Array, Array]]:
-    def step(carry: tuple[Array, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
+    hidden: Any, table: Any, targets: Any, weights: Any, head: Head
+) -> tuple[Array, tuple[Array, Array | None]]:
+    trained = table.perturbed  # a frozen table has no gradient, and none is made
+    hidden, table, targets, weights = (x.value for x in (hidden, table, targets, weights))
+
+    def step(carry: tuple[Array, Any], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], Array]:
         total, table_grad = carry
         h, t, w = part
         logits, exponentials, sums, losses, local = _statistics(h, table, t, head)
@@ -111,23 +115,26 @@ def _forward(
         # In the compute dtype, so that both products are of 16-bit numbers where the model is.
         change = (change * w[:, None]).astype(h.dtype)
         h_grad = jnp.einsum("cv,vd->cd", change, table)
-        table_grad = table_grad + jnp.einsum("cv,cd->vd", change, h, preferred_element_type=jnp.float32)
+        if trained:
+            table_grad = table_grad + jnp.einsum("cv,cd->vd", change, h, preferred_element_type=jnp.float32)
         return (total + jnp.sum(w * losses), table_grad), h_grad
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32))
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32) if trained else None)
     (total, table_grad), hidden_grad = jax.lax.scan(step, start, _parts(hidden, targets, weights, head))
     hidden_grad = hidden_grad.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return total, (hidden_grad, table_grad.astype(table.dtype))
+    return total, (hidden_grad, None if table_grad is None else table_grad.astype(table.dtype))
 
 
-def _backward(head: Head, grads: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, None, None]:
+def _backward(
+    head: Head, grads: tuple[Array, Array | None], cotangent: Array
+) -> tuple[Array, Array | None, None, None]:
     hidden_grad, table_grad = grads
     return (
         (cotangent * hidden_grad).astype(hidden_grad.dtype),
-        (cotangent * table_grad).astype(table_grad.dtype),
+        None if table_grad is None else (cotangent * table_grad).astype(table_grad.dtype),
         None,
         None,
     )
 
 
-cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

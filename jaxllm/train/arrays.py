@@ -10,6 +10,7 @@ shardings read what they need of it. What differs between two layouts beside tha
   without it opens in an fp16 run, which then begins at the scale of its configuration.
 """
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -36,7 +37,8 @@ def checkpointer(job: Job) -> ocp.AsyncCheckpointer:
 
 
 def save(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, state: TrainState) -> None:
-    """Starts writing; the state may be donated as soon as this returns."""
+    """Starts writing all of a state but what is frozen; the state may be donated as soon as this returns."""
+    state = dataclasses.replace(state, frozen=None)
     if jax.default_backend() == "cpu":
         # A CPU array may be written from its own memory, which the next step takes over.
         state = jax.tree.map(jnp.copy, state)
@@ -45,7 +47,7 @@ def save(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, state: TrainState) 
 
 
 def restore(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, abstract: TrainState, scale: float) -> TrainState:
-    """The state in a folder, with the shapes, dtypes and shardings of `abstract`.
+    """The state in a folder, with the shapes, dtypes and shardings of `abstract`, and nothing that is frozen.
 
     Args:
       scale: the loss scale to begin with, where `abstract` has one and the folder has not.
@@ -74,6 +76,13 @@ def restore(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, abstract: TrainS
         key=loaded["counters"]["key"],
         loss_scale=loss_scale,
     )
+
+
+def save_params(job: Job, folder: pathlib.Path, params: Any) -> None:
+    """Writes parameters as a state's folder has them; returns when this process's part is on disk."""
+    with checkpointer(job) as orbax:
+        orbax.save(folder, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+        orbax.wait_until_finished()
 
 
 def restore_params(folder: pathlib.Path, abstract: Any) -> Any:

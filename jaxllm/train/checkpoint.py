@@ -1,6 +1,7 @@
 """Checkpoints: written in the background, complete or absent, verified before they are used.
 
-A checkpoint is `<workdir>/checkpoints/<step>/`: the state (Orbax), the place in each stream of the data, the
+A checkpoint is `<workdir>/checkpoints/<step>/`: the state (Orbax; of a run with adapters without the frozen weights,
+which no step changes and `jaxllm.train.frozen` keeps once), the place in each stream of the data, the
 configuration, and `manifest.json` with the size and CRC-32 of every other file. It is written under another
 name and renamed when whole, so a run killed at any moment leaves either all of it or none. Nothing in it
 depends on where it lies: a copied workdir resumes like the original.
@@ -11,6 +12,7 @@ service (`Job.barrier`) and never through the devices, which may be in the middl
 """
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
@@ -142,7 +144,7 @@ class Checkpointer:
         return not self._job.is_alone and any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes)
 
     def _check_space(self, step: int, state: TrainState) -> None:
-        needed = sum(x.nbytes for x in jax.tree.leaves(state))
+        needed = sum(x.nbytes for x in jax.tree.leaves(dataclasses.replace(state, frozen=None)))
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise UserError(

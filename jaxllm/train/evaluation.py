@@ -21,7 +21,7 @@ class Evaluation(NamedTuple):
 
 def evaluate(
     eval_step: Callable[[Any, dict[str, Any]], dict[str, Any]],
-    params: Any,
+    weights: Any,
     batches: Iterable[dict[str, np.ndarray]],
     place: Callable[[dict[str, np.ndarray]], dict[str, Any]],
     byte_lengths: np.ndarray | None,
@@ -29,13 +29,13 @@ def evaluate(
     """Sums over batches of unequal fill, so that every token weighs the same.
 
     Args:
-      eval_step: (params, batch) -> {"nll", "tokens"} sums.
+      eval_step: (weights, batch) -> {"nll", "tokens"} sums.
       place: puts a host batch on the devices.
       byte_lengths: [V] bytes of text that each token stands for.
     """
     nll = tokens = text_bytes = 0.0
     for batch in batches:
-        sums = eval_step(params, place(batch))
+        sums = eval_step(weights, place(batch))
         if byte_lengths is not None:
             text_bytes += float((byte_lengths[batch["targets"]] * (batch["weights"] > 0)).sum())
         nll += float(sums["nll"])

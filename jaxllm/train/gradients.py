@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxllm.mesh import BATCH_AXES, Placement, sharded
+from jaxllm.model import adapters
 from jaxllm.model.loss import Head, cross_entropy
 from jaxllm.model.partition import Partition, Scattered, gather, scatter
 from jaxllm.model.transformer import forward, unembedding
@@ -71,18 +72,19 @@ def loss_sums(
 
 
 def accumulate(
-    params: Any, batch: Batch, recipe: Recipe, layout: Layout, factor: Float[Array, ""] | float
+    params: Any, batch: Batch, recipe: Recipe, layout: Layout, factor: Float[Array, ""] | float, frozen: Any = None
 ) -> tuple[Sums, Any]:
     """Sums of the losses, and of the gradients times `factor`, over all tokens of a step.
 
     Args:
-      params: as stored, whole arrays over the mesh.
+      params: what is trained, as stored, whole arrays over the mesh.
+      frozen: the weights beside it, likewise; None where there are none.
     Returns:
       (sums, gradients placed as `layout.moments`: in the compute dtype, or in float32 where they are accumulated).
     """
 
-    def local(params: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
-        variables, computing = variables_of(params, recipe, layout)
+    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
+        variables, computing = variables_of(params, frozen, recipe, layout)
         partition = partition_of(layout)
 
         def loss(variables: Any, micro_batch: Batch) -> tuple[Array, Sums]:
@@ -95,22 +97,22 @@ def accumulate(
             sums, gradients = _over_micro_batches(differentiate, variables, batch, recipe.accumulate)
         return _summed(sums, layout), _reduced(gradients, layout)
 
-    return _mapped(local, layout, layout.moments)(params, batch, jnp.asarray(factor, jnp.float32))
+    return _mapped(local, layout, layout.moments)(params, frozen, batch, jnp.asarray(factor, jnp.float32))
 
 
-def evaluate(params: Any, batch: Batch, recipe: Recipe, layout: Layout) -> Sums:
+def evaluate(params: Any, frozen: Any, batch: Batch, recipe: Recipe, layout: Layout) -> Sums:
     """{"nll", "tokens"} over all tokens of a batch."""
 
-    def local(params: Any, batch: Batch, factor: Array) -> tuple[Sums, tuple[()]]:
-        variables, computing = variables_of(params, recipe, layout)
+    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, tuple[()]]:
+        variables, computing = variables_of(params, frozen, recipe, layout)
         _, sums = loss_sums(computing(variables), batch, recipe, partition_of(layout))
         return _summed({"nll": sums["nll"], "tokens": sums["tokens"]}, layout), ()
 
-    return _mapped(local, layout, ())(params, batch, jnp.ones((), jnp.float32))[0]
+    return _mapped(local, layout, ())(params, frozen, batch, jnp.ones((), jnp.float32))[0]
 
 
 def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
-    """`local(params, batch, factor)` on every device over its own shares; it returns (sums, arrays placed `out`)."""
+    """`local(params, frozen, batch, factor)` on every device over its shares; it gives (sums, arrays placed `out`)."""
     if layout.mesh.size == 1:
         return local
 
@@ -121,7 +123,7 @@ def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[...
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(specs(layout.weights), rows, PartitionSpec()),
+        in_specs=(specs(layout.weights), specs(layout.frozen), rows, PartitionSpec()),
         out_specs=(PartitionSpec(), specs(out)),
         check_vma=False,
     )
@@ -129,12 +131,27 @@ def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[...
 
 def partition_of(layout: Layout) -> Partition:
     sizes = layout.sizes
-    in_shares = sharded("gradients", layout.stage, mixed=False) and sizes["data"] > 1
-    return Partition(sizes["tensor"], sizes["replica"] * sizes["data"], layout.shares if in_shares else None)
+    placements = None
+    if sharded("gradients", layout.stage, mixed=False) and sizes["data"] > 1:
+        placements = layout.shares if layout.frozen is None else adapters.joined(layout.frozen, layout.shares)
+    return Partition(sizes["tensor"], sizes["replica"] * sizes["data"], placements)
 
 
-def variables_of(params: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
+def variables_of(params: Any, frozen: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
     """(what is differentiated, function from it to the parameters that the model's functions take)."""
+    variables, computing = _trained(params, recipe, layout)
+    if frozen is None:
+        return variables, computing
+    frozen = recipe.policy.cast(frozen)  # as they are, in a run; a test may give others
+
+    def beside(variables: Any) -> Any:
+        return adapters.joined(frozen, adapters.scaled(computing(variables), recipe.adapter_scale))
+
+    return variables, beside
+
+
+def _trained(params: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
+    """The same of what is trained alone."""
     compute = recipe.policy.cast(params)
     if layout.stage == 0 or layout.sizes["data"] == 1:
         return compute, lambda whole: whole
@@ -176,6 +193,8 @@ def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placeme
     done = {name: apply(placements[name], tree, False) for name, tree in params.items() if name != "layers"}
     layers = done["layers"] = params["layers"]
 
+    others = [x for name, tree in done.items() if name != "layers" for x in jax.tree.leaves(tree)]
+
     def loop(layers: Any) -> Any:
         return jax.lax.map(lambda layer: apply(placements["layers"], layer, True), layers)
 
@@ -186,8 +205,9 @@ def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placeme
 
         return jax.lax.map(one, first + jnp.arange(jax.tree.leaves(layers)[0].shape[0]))
 
-    if layers:  # a model shorter than its layer pattern has none that are stacked
-        others = [x for name, tree in done.items() if name != "layers" for x in jax.tree.leaves(tree)]
+    if layers and not others:  # adapters, all of them stacked
+        done["layers"] = loop(layers)
+    elif layers:  # a model shorter than its layer pattern has none that are stacked
         done["layers"] = jax.lax.platform_dependent(
             others, layers, cpu=lambda xs, layers: loop_after(_zero_after(xs), layers), default=lambda _, y: loop(y)
         )

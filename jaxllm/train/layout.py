@@ -10,7 +10,8 @@ from jaxllm import config_checks
 from jaxllm import mesh as mesh_lib
 from jaxllm.config import Architecture, Config
 from jaxllm.mesh import Kind, Placement
-from jaxllm.model.specs import ParamSpec, is_spec, param_specs
+from jaxllm.model.adapter_specs import frozen_specs, trained_specs
+from jaxllm.model.specs import ParamSpec, is_spec
 from jaxllm.train.optimizer import map_state
 from jaxllm.train.precision import Policy
 from jaxllm.train.state import TrainState
@@ -24,9 +25,10 @@ class Layout:
     """Attributes:
     mesh: of the run.
     stage: of ZeRO.
-    specs, weights, moments: trees of the parameters' shape; the last two of `Placement`s. Summed gradients lie like
+    specs, weights, moments: trees like what is trained; the last two of `Placement`s. Summed gradients lie like
       moments: stage 1 holds them whole through the backward pass and scatters their sum.
     shares: the placements of arrays that are split over `data`, whatever the stage.
+    frozen: placements of the weights that are not trained, whole but under stage 3; None where all are.
     host_moments, host_weights: kept in host memory between updates.
     """
 
@@ -36,6 +38,7 @@ class Layout:
     weights: Any
     moments: Any
     shares: Any
+    frozen: Any
     host_moments: bool
     host_weights: bool
 
@@ -84,6 +87,7 @@ class Layout:
             opt_state=map_state(moment, state.opt_state, self.specs),
             key=whole,
             loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
+            frozen=jax.tree.map(lambda placement: mesh_lib.place(self.mesh, placement), self.frozen),
         )
 
     def params_on_device(self, state: TrainState) -> Any:
@@ -99,7 +103,7 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
     Raises:
       UserError: it cannot be had; names the tensor, the axis and the sizes.
     """
-    offload, specs = config.optimizer.offload, param_specs(model)
+    offload, specs, base = config.optimizer.offload, trained_specs(model, config.lora), frozen_specs(model, config.lora)
     placed = {kind: mesh_lib.placements(specs, config.mesh, kind, policy.mixed) for kind in _KINDS}
     paths = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
     arrays = (
@@ -107,6 +111,10 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
         for (path, spec), placement in zip(paths, jax.tree.leaves(placed["moments"]), strict=True)
     )
     config_checks.check_update(config.optimizer, policy.name, policy.mixed, arrays)
+    frozen = None
+    if base is not None:  # nothing of theirs is scattered: stages 1 and 2 are no stages to them
+        whole = dataclasses.replace(config.mesh, zero=3 if config.mesh.zero == 3 else 0)
+        frozen = mesh_lib.placements(base, whole, "weights", mixed=False)
     return Layout(
         mesh=mesh,
         stage=config.mesh.zero,
@@ -114,6 +122,7 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
         weights=placed["weights"],
         moments=placed["moments"],
         shares=mesh_lib.placements(specs, dataclasses.replace(config.mesh, zero=3), "weights", policy.mixed),
+        frozen=frozen,
         host_moments=offload != "none",
         host_weights=offload == "all",
     )

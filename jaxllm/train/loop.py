@@ -19,7 +19,7 @@ from jaxllm.data.streams import Batch
 from jaxllm.errors import RunError
 from jaxllm.ledger import shortage
 from jaxllm.ledger.training_bill import TrainingBill
-from jaxllm.train import shares
+from jaxllm.train import frozen, shares
 from jaxllm.train import start as start_lib
 from jaxllm.train import workdir as workdir_lib
 from jaxllm.train.checkpoint import Checkpointer
@@ -101,7 +101,8 @@ class Trainer:
 
     def _run(self, checkpoints: Checkpointer) -> int:
         config = self._config
-        restored = checkpoints.restore(programs.abstract_state(config, self._recipe, self._mesh))
+        abstract = programs.abstract_state(config, self._recipe, self._mesh)
+        restored = checkpoints.restore(abstract)
         first = restored.step if restored else 0
         if first >= config.train.steps:
             self._say(
@@ -116,13 +117,15 @@ class Trainer:
             self._bill.show()
         if restored:
             self._data.set_state(restored.data_state)
-            state = restored.state
+            state = frozen.attached(restored.state, abstract, self._workdir, self._job)
             self._say(f"resuming {self._workdir} after step {first:,}")
             if config.init_from:
                 self._say(f"config.init_from ({config.init_from}) is not read again")
         elif self._start.source:
             state = programs.state_from(config, self._recipe, self._mesh, self._start.source.load)
             self._say(f"starting from the weights of {config.init_from}")
+            if state.frozen is not None:
+                frozen.write(self._workdir, state.frozen, self._job)
         else:
             state = programs.init_state(config, self._recipe, self._mesh).jitted()
         del restored
@@ -209,7 +212,7 @@ class Trainer:
                     raise RunError(f"{wrong}; {checkpoints.last_good}")
                 if evaluating:
                     self._doing = f"in the evaluation after step {step:,}"
-                    self._evaluate(step, eval_step, state.params, metrics)
+                    self._evaluate(step, eval_step, (state.params, state.frozen), metrics)
                     clock.lap("evaluation")
                 if stopping:
                     checkpoints.wait()
@@ -226,10 +229,10 @@ class Trainer:
     def _place(self, batch: Batch, rows: np.ndarray) -> dict[str, jax.Array]:
         return shares.place(batch, rows, self._batches, self._config.train.batch_size)
 
-    def _evaluate(self, step: int, eval_step: Callable[..., Any], params: Any, metrics: MetricsWriter) -> Evaluation:
+    def _evaluate(self, step: int, eval_step: Callable[..., Any], weights: Any, metrics: MetricsWriter) -> Evaluation:
         every_row = np.arange(self._config.train.batch_size)  # each process reads all of these few batches
         result = evaluate(
-            eval_step, params, self._held_out, lambda batch: self._place(batch, every_row), self._byte_lengths
+            eval_step, weights, self._held_out, lambda batch: self._place(batch, every_row), self._byte_lengths
         )
         metrics.write("eval", step, **result._asdict())
         bits = f", {result.bits_per_byte:.3f} bits per byte" if result.bits_per_byte is not None else ""

@@ -14,8 +14,9 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import Architecture, OptimizerConfig
-from jaxllm.model.specs import ParamSpec, is_spec, map_specs, param_specs
+from jaxllm.config import Architecture, LoraConfig, OptimizerConfig
+from jaxllm.model.adapter_specs import trained_specs
+from jaxllm.model.specs import ParamSpec, is_spec, map_specs
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
@@ -49,7 +50,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig, model: Architecture) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, model: Architecture, lora: LoraConfig | None = None
+) -> optax.GradientTransformation:
     """The direction of descent, decoupled weight decay included: params ← params − lr · direction.
 
     It computes in float32, whatever the dtypes of parameters, gradients and moments: in float16 Adam's epsilon is 0,
@@ -58,7 +61,11 @@ def make_optimizer(config: OptimizerConfig, model: Architecture) -> optax.Gradie
     Sources: Adam, Kingma & Ba 2015; AdamW, Loshchilov & Hutter 2019; Adafactor, Shazeer & Stern 2018 (its
     update is relative to each array's RMS); Lion, Chen et al. 2023; Muon, Jordan 2024, scaled to Adam's RMS
     as in Liu et al. 2025, on the matrices inside blocks, and Nesterov Adam on embeddings, head, biases and norms.
+
+    Args:
+      lora: adapters, which are then all that is updated; None is none. Each of their two matrices is one to Muon.
     """
+    specs = trained_specs(model, lora or LoraConfig())
     name = config.name
     if name == "sgd":
         direction = optax.identity()
@@ -73,12 +80,12 @@ def make_optimizer(config: OptimizerConfig, model: Architecture) -> optax.Gradie
     elif name == "lion":
         direction = optax.scale_by_lion(config.b1, config.b2)
     else:
-        direction = _muon(config, model)
-    decays = map_specs(lambda spec: spec.decays, param_specs(model))
+        direction = _muon(config, specs)
+    decays = map_specs(lambda spec: spec.decays, specs)
     # Adam with decay is called AdamW; the plain name stays plain.
     weight_decay = 0.0 if name == "adam" else config.weight_decay
     decay = optax.add_decayed_weights(weight_decay, decays) if weight_decay else optax.identity()
-    return _in_float32(optax.chain(direction, decay), jnp.dtype(config.moment_dtype), param_specs(model))
+    return _in_float32(optax.chain(direction, decay), jnp.dtype(config.moment_dtype), specs)
 
 
 def _in_float32(
@@ -121,7 +128,7 @@ def map_state(function: Callable[[Any, str, ParamSpec | None], Any], opt_state: 
     return jax.tree_util.tree_map_with_path(visit, opt_state)
 
 
-def _muon(config: OptimizerConfig, model: Architecture) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
     def dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
         if spec.role != "matrix":
             return None
@@ -135,7 +142,7 @@ def _muon(config: OptimizerConfig, model: Architecture) -> optax.GradientTransfo
         adam_b2=config.b2,
         eps=config.eps,
         consistent_rms=0.2,
-        muon_weight_dimension_numbers=map_specs(dimensions, param_specs(model)),
+        muon_weight_dimension_numbers=map_specs(dimensions, specs),
     )
 
 

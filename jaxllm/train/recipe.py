@@ -21,6 +21,7 @@ class Recipe:
     accumulate: micro-batches a step.
     loss_chunk: tokens of a device whose logits exist at one time.
     attention_chunk: queries of a sequence whose scores exist at one time; 0 is all.
+    adapter_scale: of what low-rank adapters add, alpha / rank; 0 where there are none.
     scale_growth: finite steps after which the loss scale of fp16 doubles.
     """
 
@@ -33,4 +34,5 @@ class Recipe:
     accumulate: int
     loss_chunk: int
     attention_chunk: int
+    adapter_scale: float
     scale_growth: int

@@ -6,12 +6,13 @@ config.json, the tokenizer and chat template into tokenizer/), so that resuming 
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxllm import architectures
-from jaxllm.config import Architecture, Config, ModelConfig
+from jaxllm.config import Architecture, Config, LoraConfig, ModelConfig
 from jaxllm.errors import UserError
 from jaxllm.interop import opening
 from jaxllm.interop import text as texts
@@ -19,7 +20,7 @@ from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.text import Text
 from jaxllm.mesh import path_name
 from jaxllm.model import specs
-from jaxllm.train import arrays, checkpoint
+from jaxllm.train import arrays, checkpoint, frozen
 from jaxllm.train import workdir as workdir_lib
 
 # Say nothing of what the weights mean, and are not told, or not alike, by every format.
@@ -38,12 +39,32 @@ class Start(NamedTuple):
     source: Pretrained | None
 
 
+class Adapters(NamedTuple):
+    """The low-rank adapters of a run.
+
+    Attributes:
+      model: whose weights they stand beside.
+      base: that model, as config.init_from named it.
+      load: gives them, float32, without their scale.
+    """
+
+    model: Architecture
+    lora: LoraConfig
+    base: str
+    load: Callable[[], Any]
+
+
 def prepare(config: Config, workdir: pathlib.Path) -> Start:
     """How the run in a workdir starts or, if it has a checkpoint, goes on: `config.init_from` is not read then.
 
     Raises:
       UserError: there is no such model, or `config.model` says it is another; or the workdir is not whole.
     """
+    if config.lora.rank and not config.init_from:
+        raise UserError(
+            f"config.lora.rank is {config.lora.rank} and config.init_from is empty: adapters are trained beside "
+            "weights of a model; set config.init_from to it, or config.lora.rank to 0"
+        )
     if not config.init_from:
         return Start(config, _text(config, None, workdir), None)
     stored = checkpoint.stored_config(workdir)
@@ -142,8 +163,23 @@ def open_any(spec: str) -> Pretrained:
     return open_workdir(path) if (path / "checkpoints").is_dir() else opening.open_model(spec)
 
 
+def open_adapters(workdir: pathlib.Path) -> Adapters:
+    """The adapters of the newest whole checkpoint of a training run.
+
+    Raises:
+      UserError: it has none.
+    """
+    path, config = checkpoint.newest(workdir)
+    if not config.lora.rank:
+        raise UserError(
+            f"the run in {workdir} trains all weights and has no adapters; convert it to safetensors or gguf"
+        )
+    model = architectures.resolve(config.model)
+    return Adapters(model, config.lora, config.init_from, lambda: frozen.read_adapters(path, config, model))
+
+
 def open_workdir(workdir: pathlib.Path) -> Pretrained:
-    """The model of the newest whole checkpoint of a training run.
+    """The model of the newest whole checkpoint of a training run, its adapters, if it trains some, in the weights.
 
     Raises:
       UserError: it has none.
@@ -156,6 +192,8 @@ def open_workdir(workdir: pathlib.Path) -> Pretrained:
         targets = specs.abstract(specs.param_specs(model), dtype)
         if shardings is not None:
             targets = jax.tree.map(_target, targets, shardings)
+        if config.lora.rank:
+            return frozen.merged_model(workdir, path, config, model, targets)
         return arrays.restore_params((path / "state").absolute(), targets)
 
     return Pretrained(

@@ -25,7 +25,7 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe, layout: Layout) 
     """
     scale = state.loss_scale
     factor = loss_factor(scale, batch["tokens"].size)
-    total, gradients = accumulate(layout.params_on_device(state), batch, recipe, layout, factor)
+    total, gradients = accumulate(layout.params_on_device(state), batch, recipe, layout, factor, state.frozen)
     # Mean over the step's tokens; a step without tokens changes nothing.
     tokens = jnp.maximum(total["tokens"], 1.0)
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (tokens * factor), gradients)
@@ -42,4 +42,4 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe, layout: Layout) 
         metrics |= {"skipped": 1.0 - finite.astype(jnp.float32), "loss_scale": scale.scale}
         scale = adjust(scale, finite, recipe.scale_growth)
     params, opt_state = update.apply(state, gradients, lr, finite, recipe, layout)
-    return TrainState(step, params, opt_state, state.key, scale), metrics
+    return TrainState(step, params, opt_state, state.key, scale, state.frozen), metrics

@@ -12,8 +12,9 @@ import pytest
 from steps import leaf_names
 
 from jaxllm import remat_policy
+from jaxllm.config import LoraConfig
 from jaxllm.errors import UserError
-from jaxllm.model import specs, transformer
+from jaxllm.model import adapter_specs, adapters, specs, transformer
 from jaxllm.model.remat import group_size
 from jaxllm.remat_policy import TAGS, RematPolicy, parse
 
@@ -93,7 +94,12 @@ def test_every_tag_is_given():
     for name in models.ALL:
         text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(inputs(name)[0], name, "none"))
         given |= set(re.findall(r"name\[name=(\w+)\]", text))
-    assert given == set(TAGS)
+    assert given == set(TAGS) - {adapters.ADAPTERS}
+    beside = specs.initialize(
+        adapter_specs.adapter_specs(DEEP["rotary"], LoraConfig(rank=2)), jax.random.key(0), jnp.float32
+    )
+    joined = adapters.joined(inputs("rotary")[0], beside)
+    assert "name[name=lora]" in str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(joined, "rotary", "none"))
 
 
 @pytest.mark.parametrize(

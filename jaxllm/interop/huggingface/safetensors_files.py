@@ -55,6 +55,13 @@ class TensorFiles:
             self.entries |= found
         self._maps: dict[pathlib.Path, np.memmap] = {}
 
+    @classmethod
+    def of(cls, entries: Mapping[str, Entry]) -> "TensorFiles":
+        """These tensors, of `read_header`."""
+        made = cls.__new__(cls)
+        made.entries, made._maps = dict(entries), {}
+        return made
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.entries[name].shape
 
@@ -180,7 +187,7 @@ def write(
     files = [ALONE if alone else f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     coming = iter(tensors)
     for file, names in zip(files, shards, strict=True):
-        _write_file(folder / file, {name: shapes[name] for name in names}, dtype, coming)
+        write_file(folder / file, {name: shapes[name] for name in names}, dtype, coming)
     assert next(coming, None) is None, "more tensors than shapes"
     if not alone:
         placed = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -202,12 +209,13 @@ def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_file(
+def write_file(
     path: pathlib.Path,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     tensors: Iterator[tuple[str, np.ndarray]],
 ) -> None:
+    """One file of these tensors, which come in the order of `shapes`; a file that is there is not written over."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     at = 0
     for name, shape in shapes.items():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxllm.ledger import rows
-from jaxllm.ledger.activations import head_numbers
+from jaxllm.ledger.activations import head_gradient_numbers, head_numbers
 from jaxllm.ledger.dataflow import BLOCK_INPUT, block
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, Row
 from jaxllm.ledger.setting import FLOAT32, Setting
@@ -35,7 +35,8 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
     unfused = 2**29 if setting.stage == 0 and setting.devices > 1 else 2**31
     in_place = setting.tensor > 1 or logits * FLOAT32 >= unfused
     copies = 2 if masked or not in_place else 1
-    if (copies - 1) * logits > head:
+    trained = head_gradient_numbers(setting) > 0
+    if not trained or (copies - 1) * logits > head:
         parts.append(arrays("logits and their exponentials", "logits and loss", BOUNDARY, [logits] * copies, FLOAT32))
     else:
         parts.append(arrays("gradient of the head, of a chunk", "gradients", BOUNDARY, [head], FLOAT32))
@@ -45,7 +46,7 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
             parts.append(arrays("gradient of the head, in order", "gradients", BOUNDARY, [head], FLOAT32))
         else:
             parts.append(arrays("gradient of the logits", "logits and loss", BOUNDARY, [logits], FLOAT32))
-    if chunked:
+    if chunked and trained:
         parts.append(arrays("gradient of the head, summed", "gradients", BOUNDARY, [head], FLOAT32))
     parts.append(arrays("gradient of the hidden states", "gradients", BOUNDARY, [tokens * model.width], c))
     yield from with_copies(setting, BOUNDARY, parts)
@@ -76,12 +77,12 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
     """The fullest moment of the backward pass: the gradients of a block are being taken."""
     model, c = setting.model, setting.compute
     parts = list(waiting(setting, BACKWARD))
-    parts.append(arrays("gradient of the head", "gradients", BACKWARD, [head_numbers(setting)], FLOAT32))
+    parts.append(arrays("gradient of the head", "gradients", BACKWARD, [head_gradient_numbers(setting)], FLOAT32))
     parts += [(row, []) for row in from_host(setting, BACKWARD)]
     if setting.stage == 3:
         parts.append(arrays("gathered layer", "gathered parameters", BACKWARD, [one_layer(setting)], c))
     if setting.stage >= 2:
-        largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail"))
+        largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail", trained=True))
         parts.append(arrays("gradients before they are scattered", "gradients", BACKWARD, [largest] * 2, c))
     if setting.group_size > 1:
         one, count = block(setting), setting.group_size * len(model.pattern)
@@ -90,7 +91,14 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         parts.append((rows.row("blocks of one group", "activations", BACKWARD, formula, count * size), []))
         own = [of_one_layer(setting, p) * setting.group_size for p in setting.select("layers")]
         parts.append(arrays("weights of one group", "weights", BACKWARD, own, held_bytes(setting)))
+        own = [of_one_layer(setting, p) * setting.group_size for p in setting.select("layers", trained=True)]
         parts.append(arrays("gradients of one group", "gradients", BACKWARD, own, c))
+    if setting.layout.frozen and setting.stage < 3 and not model.experts:
+        # Of weights with gradients, these have their places.
+        weights = [one_layer(setting, trained=False)]
+        parts.append(
+            arrays("weights of one layer, out of their stacks", "weights", BACKWARD, weights, held_bytes(setting))
+        )
     parts += _block(setting)
     yield from with_copies(setting, BACKWARD, parts)
 
@@ -115,6 +123,8 @@ def _block(setting: Setting) -> Iterator[Held]:
     }
     if "attn_probs" in again:
         counts = {"MLP": 7 if model.gated else 4, "hidden states": 8, "queries": 2, "keys and values": 2}
+        if setting.layout.frozen:  # two factors of gradients of weights
+            counts["MLP"] -= 2
         if chunked:  # cut into chunks, and put together again
             counts = {**counts, "hidden states": 9, "queries": 5, "keys and values": 4}
         if model.qk_norm:
@@ -133,6 +143,8 @@ def _block(setting: Setting) -> Iterator[Held]:
         norms = 4 if model.norm_placement == "sandwich" else 2  # each on one side of its sub-layer, or on both
         capped = model.attention_softcap > 0
         mlp = {"scores": 3 * pattern + 2 if capped else pattern + 1, "MLP": 3 * pattern + 1}
+        if setting.layout.frozen:  # what only the gradient of the last product reads
+            mlp["MLP"] -= pattern * (("down" not in setting.config.lora.targets) + (not model.gated))
         mlp["hidden states"] = pattern * (6 + 3 * norms // 2)
         attention = mlp
     fullest = max(mlp, attention, key=lambda counts: sum(sizes[name] * count for name, count in counts.items()))
@@ -142,8 +154,9 @@ def _block(setting: Setting) -> Iterator[Held]:
             formula = f"{count} × {size:,} B"
             yield rows.row(f"{name} in backward", "activations", BACKWARD, formula, count * size), [size] * count
     if model.experts:
-        count = max(of_one_layer(setting, p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
-        yield arrays("gradient of one layer's experts, summed", "gradients", BACKWARD, [count], FLOAT32)
+        if not setting.layout.frozen:
+            count = max(of_one_layer(setting, p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
+            yield arrays("gradient of one layer's experts, summed", "gradients", BACKWARD, [count], FLOAT32)
         # Rows in the order of experts and in that of tokens: values, gradients, and what both are made from.
         ordered = values["mlp_down"].bytes * widen
         of_tokens = setting.tokens * model.experts_per_token * model.width * held_bytes(setting)

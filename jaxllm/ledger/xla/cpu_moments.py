@@ -24,11 +24,11 @@ def copied(setting: Setting) -> tuple[int, list[int]]:
     sizes = []
     for slot in SLOTS[name]:
         # A number or two of a factored state is not worth a place in the list.
-        sizes += [sum(held(slot, parameter, setting)) * setting.moment for parameter in setting.parameters]
+        sizes += [sum(held(slot, parameter, setting)) * setting.moment for parameter in setting.trained]
     total = sum(sizes)
     if len(SLOTS[name]) == 2:
         # The first array is updated last: its second moment's copy lies where its first moment lay.
-        first = sum(held(SLOTS[name][0], setting.parameters[0], setting)) * setting.moment
+        first = sum(held(SLOTS[name][0], setting.trained[0], setting)) * setting.moment
         total -= first
         sizes.remove(first)
     return total, sizes

@@ -51,7 +51,7 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
     needed = setting.parameters if setting.accumulates or phase != BACKWARD else setting.select("layers", "tail")
     for row in between_passes(setting, phase, needed, held):
         if row.kind == "gradient accumulator":
-            yield row, [_gradient(setting, p) * FLOAT32 for p in setting.parameters]
+            yield row, [_gradient(setting, p) * FLOAT32 for p in setting.trained]
         elif row.name in _STACKS_ALIKE and setting.devices > 1:
             yield row, _late_activations(setting, row.name)
         else:
@@ -68,9 +68,12 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
         formula = f"{more:,} B, of {many} layers"
         yield rows.row("activations in float32", "workspace", phase, formula, more), []
         chunked = setting.config.train.loss_chunk < setting.tokens
-        if setting.accumulates or (chunked and phase != BACKWARD):
+        if setting.layout.frozen:  # all of them, before the loops over layers
+            own = [setting.computing(p) for p in setting.select("layers") if not p.trained]
+            yield arrays("frozen weights in float32", "workspace", phase, own, held)
+        elif setting.accumulates or (chunked and phase != BACKWARD):
             yield arrays("embeddings, in the compute dtype", "weights", phase, [head_numbers(setting)], c)
-    layers = setting.select("layers", "tail")
+    layers = setting.select("layers", "tail", trained=True)
     if setting.stage < 2:
         counts = [setting.computing(p) for p in layers]
         yield _stacks(setting, "gradients of layers", phase, counts, c)
@@ -80,6 +83,8 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
         yield _stacks(setting, "gradients of layers, scattered", phase, counts, size)
     if setting.config.optimizer.name == "adafactor" and setting.accumulates and setting.devices == 1:
         yield squares(setting, phase)
+    if setting.layout.frozen:
+        return
     if setting.mixed or setting.stage >= 2:
         yield arrays("gradient of the lookup", "gradients", phase, [head_numbers(setting)], FLOAT32)
     positions = [setting.computing(p) for p in setting.select("embed") if p.name != "embed.tokens"]
@@ -122,7 +127,7 @@ def _stacks(setting: Setting, name: str, phase: str, counts: list[int], size: in
         return row, sizes
     seen: set[tuple[int, ...]] = set()
     late = []
-    for parameter, bytes_each in zip(setting.select("layers", "tail"), sizes, strict=True):
+    for parameter, bytes_each in zip(setting.select("layers", "tail", trained=True), sizes, strict=True):
         if parameter.spec.shape in seen:
             late.append(bytes_each)
         seen.add(parameter.spec.shape)
@@ -134,5 +139,5 @@ def squares(setting: Setting, phase: str) -> Held:
 
     The squares are summed up at once; on one device that takes micro-batches, after them all.
     """
-    counts = [setting.per_device(p.moment) for p in setting.parameters]
+    counts = [setting.per_device(p.moment) for p in setting.trained]
     return arrays("weights, squared", "optimizer", phase, counts, FLOAT32)

@@ -26,11 +26,11 @@ def _summed_over_devices(setting: Setting) -> bool:
 
 def _beginning(setting: Setting) -> list[Held]:
     """Gradients are summed over devices, all in one operation; the lookup's is added to the head's."""
-    shares = [setting.per_device(parameter.moment) for parameter in setting.parameters]
+    shares = [setting.per_device(parameter.moment) for parameter in setting.trained]
     parts = [arrays("gradients", "gradients", UPDATE, shares, FLOAT32)]
     if _summed_over_devices(setting):
         parts.append(arrays("gradients, summed over devices", "gradients", UPDATE, shares, FLOAT32))
-    elif setting.model.tied_embeddings:
+    elif setting.model.tied_embeddings and not setting.layout.frozen:
         table = setting.per_device(head_table(setting).moment)
         parts.append(arrays("gradient of the lookup", "gradients", UPDATE, [table], FLOAT32))
         if setting.stage == 0 and not setting.accumulates:
@@ -51,7 +51,7 @@ def _orthogonalized(setting: Setting) -> list[Held]:
     order of products, and Gram matrices with their squares, or half of them with the largest product. Over devices
     the directions are put together.
     """
-    matrices = [p for p in setting.parameters if p.spec.role == "matrix"]
+    matrices = [p for p in setting.trained if p.spec.role == "matrix"]
     shares = [setting.per_device(p.moment) for p in matrices]
     parts = [arrays("directions", "optimizer", UPDATE, [*shares, *shares], FLOAT32)]
     if setting.stage:

@@ -28,9 +28,11 @@ def forward_rows(setting: Setting) -> Iterator[Row]:
     if setting.stage not in (1, 2) or not setting.mixed:
         return
     yield from between_passes(setting, FORWARD, setting.parameters, setting.compute)
-    count = sum(setting.per_device(p.share) for p in setting.select("embed", "head"))
+    count = sum(setting.per_device(p.share) for p in setting.select("embed", "head", trained=True))
     yield numbers("shares put together", "weights", FORWARD, count, setting.compute)
-    stacks = [setting.computing(p) for p in setting.select("layers") if p.share.zero_dim not in (None, 0, 1)]
+    stacks = [
+        setting.computing(p) for p in setting.select("layers", trained=True) if p.share.zero_dim not in (None, 0, 1)
+    ]
     if stacks:
         yield numbers("weights, in another order", "weights", FORWARD, max(stacks), setting.compute)
 
@@ -43,14 +45,14 @@ def _zeros(setting: Setting, phase: str) -> Iterator[Row]:
     """
     several = setting.accumulates and setting.devices > 1
     if several or setting.stage in (1, 2) if setting.mixed else not setting.accumulates:
-        count = gradient_numbers(setting, setting.select("layers"))
+        count = gradient_numbers(setting, setting.select("layers", trained=True))
         yield numbers("gradients of layers, zeros", "gradients", phase, count, setting.compute)
 
 
 def _shares_zeros(setting: Setting, phase: str) -> Iterator[Row]:
     """The same for the shares that the first stage scatters once a step."""
     if setting.stage == 1:
-        count = sum(setting.per_device(p.moment) for p in setting.select("layers"))
+        count = sum(setting.per_device(p.moment) for p in setting.select("layers", trained=True))
         size = FLOAT32 if setting.accumulates else setting.compute
         yield numbers("shares of gradients, zeros", "gradients", phase, count, size)
 
@@ -73,7 +75,7 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
     yield numbers("logits", "logits and loss", BOUNDARY, chunk * words, FLOAT32)
     yield numbers("gradient of the logits", "logits and loss", BOUNDARY, chunk * words, c)
     yield numbers("gradient of the hidden states", "gradients", BOUNDARY, tokens * model.width, c)
-    if not _one_chunk(setting):
+    if not _one_chunk(setting) and not setting.layout.frozen:
         yield numbers("gradient of the head, summed", "gradients", BOUNDARY, head_numbers(setting), FLOAT32)
     yield from _zeros(setting, BOUNDARY)
     yield from _shares_zeros(setting, BOUNDARY)
@@ -87,8 +89,10 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
     yield from between_passes(setting, BACKWARD, copies, c)
     # That of the embeddings comes last.
     head = head_table(setting).name
-    arrays = [p for p in setting.parameters if p.name == head or p.group != "embed"]
-    if _one_chunk(setting):
+    arrays = [p for p in setting.trained if p.name == head or p.group != "embed"]
+    if setting.layout.frozen:
+        pass
+    elif _one_chunk(setting):
         arrays = [p for p in arrays if p.name != head]
         words = head_numbers(setting) // model.width
         yield numbers("gradient of the logits", "logits and loss", BACKWARD, setting.tokens * words, c)
@@ -100,14 +104,14 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
     if setting.stage == 3:
         yield numbers("gathered layer", "gathered parameters", BACKWARD, one_layer(setting), c)
     if setting.stage >= 2:
-        largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail"))
+        largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail", trained=True))
         yield numbers("gradients before they are scattered", "gradients", BACKWARD, 2 * largest, c)
     if setting.group_size > 1:
         yield from _group_rows(setting)
     fuller = max(_moments(setting), key=lambda moment: sum(size * count for _, size, count in moment))
     for name, size, count in fuller:
         yield rows.row(name, "activations", BACKWARD, f"{count} × {size:,} B", count * size)
-    if model.experts:
+    if model.experts and not setting.layout.frozen:
         largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
         count = (3 if model.gated else 2) * largest
         yield numbers("gradients of one layer's experts, summed", "gradients", BACKWARD, count, FLOAT32)
@@ -123,7 +127,7 @@ def _group_rows(setting: Setting) -> Iterator[Row]:
     if setting.stage < 3:
         whole = 2 * sum(map(setting.computing, weights)) // groups  # for what is made again, and for its gradients
         yield numbers("weights of one group, twice", "weights", BACKWARD, whole, setting.compute)
-    gradients = gradient_numbers(setting, weights) // groups
+    gradients = gradient_numbers(setting, setting.select("layers", trained=True)) // groups
     yield numbers("gradients of one group", "gradients", BACKWARD, gradients, setting.compute)
 
 
@@ -186,19 +190,19 @@ def update_rows(setting: Setting) -> Iterator[Row]:
     """The optimizer's step."""
     name = setting.config.optimizer.name
     size = FLOAT32 if setting.accumulates else setting.compute
-    count = sum(setting.per_device(parameter.moment) for parameter in setting.parameters)
+    count = sum(setting.per_device(parameter.moment) for parameter in setting.trained)
     yield batch(setting, UPDATE)
     yield numbers("gradients", "gradients", UPDATE, count, size)
     yield from from_host(setting, UPDATE)
     if setting.stage in (1, 2) and not setting.mixed:
-        whole = sum(map(setting.computing, setting.select("layers")))
+        whole = sum(map(setting.computing, setting.select("layers", trained=True)))
         yield numbers("new weights, put together", "weights", UPDATE, whole, setting.store)
-    largest = max(setting.per_device(parameter.moment) for parameter in setting.parameters)
+    largest = max(setting.per_device(parameter.moment) for parameter in setting.trained)
     if name in ("lion", "adafactor"):
         copies = 2 if name == "adafactor" and size != FLOAT32 else 1  # the gradient in float32 beside
         yield numbers("direction of one array", "optimizer", UPDATE, copies * largest, FLOAT32)
     if name == "muon":  # its matrices are put together and orthogonalised side by side
-        matrices = [p for p in setting.parameters if p.spec.role == "matrix"]
+        matrices = [p for p in setting.trained if p.spec.role == "matrix"]
         yield numbers("directions", "optimizer", UPDATE, sum(map(setting.computing, matrices)), FLOAT32)
         grams = sum(gram_numbers(p.spec) for p in matrices)
         made = 2 * grams if setting.stage == 0 else 3 * grams // 2

@@ -47,24 +47,28 @@ def between_passes(setting: Setting, phase: str, copies: Iterable[Parameter], co
     """What lives from the forward pass to the end of the backward pass.
 
     Args:
-      copies: arrays whose copies in the compute dtype are there.
+      copies: arrays whose copies in the compute dtype are there; frozen ones have none, as they are stored in it.
       copy_bytes: in which the platform holds a number of them.
     """
     yield batch(setting, phase)
     if setting.mixed:
         shares = setting.stage == 3
-        count = setting.count("weight" if shares else "computing", copies)
+        count = setting.count("weight" if shares else "computing", [p for p in copies if p.trained])
         name = "compute copy of weights, shares" if shares else "compute copy of weights"
         yield numbers(name, "weights", phase, count, copy_bytes)
+    elif setting.layout.frozen:  # every B times alpha / rank
+        count = gradient_numbers(setting, [p for p in setting.trained if p.name.endswith(".b")])
+        yield numbers("adapters, scaled", "weights", phase, count, setting.compute)
     if setting.accumulates:
-        count = gradient_numbers(setting, setting.parameters)
+        count = gradient_numbers(setting, setting.trained)
         yield numbers("accumulated gradients", "gradient accumulator", phase, count, FLOAT32)
     yield from rows_between_passes(setting, phase)
 
 
-def one_layer(setting: Setting) -> int:
-    """Numbers of the weights of one layer, as they compute."""
+def one_layer(setting: Setting, trained: bool = True) -> int:
+    """Numbers of the weights of one layer, as they compute; without those that are trained where that is False."""
     arrays = setting.select("layers") or setting.select("tail")
+    arrays = [p for p in arrays if trained or not p.trained]
     layers = len(setting.model.pattern if setting.model.repeats else setting.model.tail)
     return sum(of_one_layer(setting, parameter) for parameter in arrays) // layers
 

@@ -68,7 +68,7 @@ def _weights_put_together(setting: Setting) -> Iterator[Row]:
     if setting.stage not in (1, 2) or not setting.mixed:
         return
     yield from _kept(setting, FORWARD, list(setting.parameters))
-    count = sum(setting.per_device(p.share) for p in setting.select("embed", "head"))
+    count = sum(setting.per_device(p.share) for p in setting.select("embed", "head", trained=True))
     yield numbers("shares put together", "weights", FORWARD, count, setting.compute)
 
 
@@ -117,7 +117,7 @@ def _loss(setting: Setting) -> Iterator[Row]:
             yield numbers("gradient of the logits", "logits and loss", FORWARD, size // FLOAT32, c)
     yield numbers("hidden states as products read them", "logits and loss", FORWARD, tokens * model.width, _BFLOAT16)
     yield numbers("gradient of the hidden states", "gradients", FORWARD, tokens * model.width, c)
-    if not _one_chunk(setting):
+    if not _one_chunk(setting) and not setting.layout.frozen:
         yield numbers("gradient of the head, summed", "gradients", FORWARD, head, FLOAT32)
 
 
@@ -155,11 +155,14 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
     yield from _kept(setting, BACKWARD, copies)
     if _is_narrow(setting):
         yield from _narrow_table(setting, BACKWARD)
-    yield _head_gradient(setting)
+    if not setting.layout.frozen:
+        yield _head_gradient(setting)
     # Those of the embeddings and of the last norm come at the end and at the beginning.
-    yield numbers("gradients", "gradients", BACKWARD, gradient_numbers(setting, setting.select("layers", "tail")), c)
+    yield numbers(
+        "gradients", "gradients", BACKWARD, gradient_numbers(setting, setting.select("layers", "tail", trained=True)), c
+    )
     if setting.stage == 1:
-        count = sum(setting.per_device(p.moment) for p in setting.select("layers", "tail"))
+        count = sum(setting.per_device(p.moment) for p in setting.select("layers", "tail", trained=True))
         size = FLOAT32 if setting.accumulates else c
         yield numbers("shares of gradients, zeros", "gradients", BACKWARD, count, size)
     yield from from_host(setting, BACKWARD)
@@ -167,7 +170,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         yield from _group_rows(setting)
     for name, size, each in max(moments(setting), key=lambda moment: sum(size * each for _, size, each in moment)):
         yield rows.row(name, "activations", BACKWARD, f"{each} × {size:,} B", each * size)
-    if model.experts:
+    if model.experts and not setting.layout.frozen:
         count = max(of_one_layer(setting, p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
         yield numbers("gradient of one layer's experts, summed", "gradients", BACKWARD, count, FLOAT32)
 
@@ -181,7 +184,7 @@ def _group_rows(setting: Setting) -> Iterator[Row]:
     shares = setting.stage == 3
     whole = sum(setting.per_device(p.share) if shares else setting.computing(p) for p in weights)
     yield numbers("weights of one group", "weights", BACKWARD, whole // groups, setting.compute)
-    gradients = gradient_numbers(setting, weights) // groups
+    gradients = gradient_numbers(setting, setting.select("layers", trained=True)) // groups
     yield numbers("gradients of one group", "gradients", BACKWARD, gradients, setting.compute)
 
 
@@ -199,14 +202,14 @@ def update_rows(setting: Setting) -> Iterator[Row]:
     """The optimizer's step."""
     name = setting.config.optimizer.name
     size = FLOAT32 if setting.accumulates else setting.compute
-    count = sum(setting.per_device(parameter.moment) for parameter in setting.parameters)
+    count = sum(setting.per_device(parameter.moment) for parameter in setting.trained)
     yield batch(setting, UPDATE)
     yield numbers("gradients", "gradients", UPDATE, count, size)
     yield from from_host(setting, UPDATE)
-    largest = max(setting.per_device(parameter.moment) for parameter in setting.parameters)
+    largest = max(setting.per_device(parameter.moment) for parameter in setting.trained)
     copies = {"lion": 1, "muon": 1, "adafactor": 2}.get(name, 0)  # arrays of the direction that are made at a time
     if copies:
         yield numbers("directions", "optimizer", UPDATE, copies * largest, FLOAT32)
     if name == "muon":
-        grams = sum(gram_numbers(p.spec) for p in setting.parameters if p.spec.role == "matrix")
+        grams = sum(gram_numbers(p.spec) for p in setting.trained if p.spec.role == "matrix")
         yield numbers("Gram matrices", "optimizer", UPDATE, 2 * grams, FLOAT32)

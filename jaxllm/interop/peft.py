@@ -1,0 +1,200 @@
+"""Low-rank adapters as folders in the layout of Hugging Face's PEFT library: written, and read onto a model.
+
+A folder has adapter_config.json and adapter_model.safetensors. Beside a weight W [outputs, inputs] stand lora_A
+[rank, inputs] and lora_B [outputs, rank], so that W + (lora_alpha / r) · lora_B · lora_A is what they make of it;
+beside GPT-2's weights, which are [inputs, outputs], they are laid out the same. Names and places of the weights are
+those of the model's own folder (`folder_rules`).
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import LORA_TARGETS, Architecture, LoraConfig
+from jaxllm.errors import UserError
+from jaxllm.interop.huggingface import config_file, folder_rules
+from jaxllm.interop.huggingface.families import FAMILIES
+from jaxllm.interop.huggingface.model import read_json
+from jaxllm.interop.huggingface.safetensors_files import TensorFiles, read_header, write_file
+from jaxllm.interop.pretrained import Pretrained
+from jaxllm.mesh import path_name
+from jaxllm.model import adapter_specs, adapters
+from jaxllm.model.specs import is_spec
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_HALVES = {"a": "lora_A", "b": "lora_B"}
+# Fields of adapter_config.json that change what adapters compute, and the values of those that are only A and B.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+    "lora_bias": (False,),
+}
+
+
+def export(folder: pathlib.Path, model: Architecture, lora: LoraConfig, tree: Any, base: str) -> None:
+    """Writes adapters.
+
+    Args:
+      folder: that is there.
+      tree: of `adapters.adapter_specs`, without the scale.
+      base: the model that they stand beside, as the run named it.
+    Raises:
+      UserError: no Hugging Face model is built like the model, or it keeps a target in one tensor with others.
+    """
+    family = config_file.write_config(model)[0]
+    places = _places(model, family, lora)
+    leaves = {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for module, path, row in places:
+            for half, name in _HALVES.items():
+                x = leaves[f"{path}.{half}"]
+                x = x if row is None else x[row]
+                flat = x.reshape(-1, lora.rank) if half == "a" else x.reshape(lora.rank, -1)
+                yield f"{_PREFIX}{module}.{name}.weight", np.ascontiguousarray(flat.T)
+
+    shapes = {name: tensor.shape for name, tensor in tensors()}
+    write_file(folder / TENSORS, shapes, np.dtype(np.float32), tensors())
+    targets = sorted({_module_name(module, family) for module, _, _ in places})
+    told = {
+        "base_model_name_or_path": base,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+        "fan_in_fan_out": family == "gpt2",
+        "init_lora_weights": True,
+        **{name: values[0] for name, values in _PLAIN.items() if name in ("bias", "use_rslora", "use_dora")},
+    }
+    (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _module_name(module: str, family: str) -> str:
+    """How a configuration names a module in every layer: its last word; two where one would mean another as well."""
+    return ".".join(module.split(".")[-2 if family == "gpt2" else -1 :])
+
+
+def _places(model: Architecture, family: str, lora: LoraConfig) -> list[tuple[str, str, int | None]]:
+    """(module, path of the adapter in our tree, its row there where it is stacked) of every adapter.
+
+    Raises:
+      UserError: a target is a part of a module.
+    """
+    period, places = len(model.pattern), []
+    for rule in folder_rules.make(model, family):
+        mine = [path for path in rule.paths if path in {f"{LORA_TARGETS[target]}.{target}" for target in lora.targets}]
+        if not mine or rule.layer is None:
+            continue
+        module = rule.names[0].removesuffix(".weight")
+        if len(rule.paths) > 1:
+            parts = ", ".join(path.split(".")[1] for path in rule.paths)
+            raise UserError(
+                f"{family} keeps {parts} in one tensor, {module}, beside "
+                "which PEFT has one adapter for all of them; convert --to safetensors, which merges the adapters"
+            )
+        repeat, place = divmod(rule.layer, period)
+        stacked = repeat < model.repeats
+        at = f"layers.{place}" if stacked else f"tail.{rule.layer - model.repeats * period}"
+        places.append((module, f"{at}.{mine[0]}", repeat if stacked else None))
+    return places
+
+
+def onto(opened: Pretrained, folder: pathlib.Path) -> Pretrained:
+    """A model with the adapters of a PEFT folder added to its weights, in float32, as they are loaded.
+
+    Raises:
+      UserError: no such folder, or adapters of another kind, of another model, or with tensors left over.
+    """
+    config, entries = read_json(folder / CONFIG), read_header(folder / TENSORS)
+    lora, family = _read_config(config, folder), opened.family or config_file.write_config(opened.model)[0]
+    if family not in FAMILIES:
+        family = config_file.write_config(opened.model)[0]
+    modules = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in entries}
+    lora = dataclasses.replace(lora, targets=_targets(opened.model, family, modules, folder))
+    places = _places(opened.model, family, lora)
+    wanted = {f"{_PREFIX}{module}.{half}.weight" for module, _, _ in places for half in _HALVES.values()}
+    if wanted != entries.keys():
+        missing, more = sorted(wanted - entries.keys()), sorted(entries.keys() - wanted)
+        told = [
+            f"{kind}: {', '.join(names[:4])}" for kind, names in (("missing", missing), ("unexpected", more)) if names
+        ]
+        raise UserError(f"{folder} has not one adapter for each layer of this model ({'; '.join(told)}); use its own")
+    tree = _read(opened.model, lora, places, TensorFiles.of(entries), folder)
+
+    def load(dtype: jax.typing.DTypeLike, shardings: Any) -> Any:
+        weights = opened.load(jnp.float32, shardings)
+        return adapters.merged(opened.model, weights, tree, adapters.scale_of(lora), dtype)
+
+    return dataclasses.replace(opened, loader=load, source=opened.source)
+
+
+def _read_config(config: dict[str, Any], folder: pathlib.Path) -> LoraConfig:
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; jaxllm can do LORA")
+    for name, values in _PLAIN.items():
+        if config.get(name, values[0]) not in values:
+            raise UserError(f"{folder / CONFIG}: {name} is {config[name]!r}, which jaxllm has no adapters for")
+    try:
+        return LoraConfig(rank=int(config["r"]), alpha=float(config["lora_alpha"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG} has no r and lora_alpha that are numbers; download it again") from error
+
+
+def _targets(model: Architecture, family: str, modules: set[str], folder: pathlib.Path) -> tuple[str, ...]:
+    found = {
+        rule.paths[0].split(".")[1]
+        for rule in folder_rules.make(model, family)
+        if rule.names[0].removesuffix(".weight") in modules and len(rule.paths) == 1 and rule.layer is not None
+    }
+    targets = tuple(target for target in LORA_TARGETS if target in found)
+    if not targets:
+        raise UserError(f"{folder} has no adapter for a weight of this model, a {family}; give those of this model")
+    return targets
+
+
+def _read(
+    model: Architecture,
+    lora: LoraConfig,
+    places: list[tuple[str, str, int | None]],
+    files: TensorFiles,
+    folder: pathlib.Path,
+) -> Any:
+    """The adapters as our tree has them, float32."""
+    declared = adapter_specs.adapter_specs(model, lora)
+    leaves = {
+        path_name(path): np.empty(spec.shape, np.float32)
+        for path, spec in jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_spec)
+    }
+    for module, path, row in places:
+        for half, name in _HALVES.items():
+            tensor = files.read(f"{_PREFIX}{module}.{name}.weight")
+            out = leaves[f"{path}.{half}"] if row is None else leaves[f"{path}.{half}"][row]
+            if tensor.size != math.prod(out.shape) or lora.rank not in (tensor.shape[0], tensor.shape[-1]):
+                raise UserError(
+                    f"{folder}: {module}.{name} is {list(tensor.shape)}; an adapter of rank {lora.rank} of this model "
+                    f"is {list(out.shape)} there; it belongs to another model"
+                )
+            out[...] = tensor.astype(np.float32).T.reshape(out.shape)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.asarray(leaves[path_name(path)]), declared, is_leaf=is_spec
+    )
