@@ -9,7 +9,6 @@ the PEFT library loads beside the model that the run started from.
 """
 
 import dataclasses
-import json
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -104,11 +103,14 @@ def _remove(path: pathlib.Path) -> None:
 
 
 def _write_gguf(opened: Pretrained, path: pathlib.Path, name: str) -> None:
+    tokenizer = _tokenizer(opened)
+    if tokenizer is None:
+        print(f"{opened.source} comes with no tokenizer: the file has none")
     gguf.write(
         path,
         opened.model,
         opened.load(opened.stored),
-        _joining(opened),
+        tokenizer,
         quantization=_QUANTIZATION.value,
         chat_template=opened.chat_template,
         special=opened.special,
@@ -140,15 +142,6 @@ def _write_folder(opened: Pretrained, folder: pathlib.Path) -> None:
         end_ids=opened.end_ids,
         bos_id=None if tokenizer is None else tokenizer.bos_id,
     )
-
-
-def _joining(opened: Pretrained) -> Any:
-    """The tokenizer; None, told, where it is one that joins nothing, which GGUF has no form for."""
-    tokenizer = _tokenizer(opened)
-    if isinstance(tokenizer, JsonTokenizer) and json.loads(tokenizer.to_json())["model"].get("merges") == []:
-        print("a tokenizer of single bytes has no form in GGUF: the file has none")
-        return None
-    return tokenizer
 
 
 def _tokenizer(opened: Pretrained) -> Any:

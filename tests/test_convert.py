@@ -34,7 +34,7 @@ def same(a, b):
 
 
 def test_a_run_becomes_a_folder_and_a_file(workdir, tmp_path):
-    """All ways there and back give the run's weights to the bit; its tokenizer's ids where the format has a form."""
+    """All ways there and back give the run's weights to the bit; and its tokenizer's ids."""
     run = start.open_any(str(workdir))
     weights = run.load(np.float32)
     folder, file, again = tmp_path / "folder", tmp_path / "model.gguf", tmp_path / "again"
@@ -45,13 +45,9 @@ def test_a_run_becomes_a_folder_and_a_file(workdir, tmp_path):
         assert done.stdout.endswith(f"wrote {out}\n")
         opened = start.open_any(str(out))
         assert same(opened.load(np.float32), weights), out
-        if out == folder:
-            text = "alpha, é\n🔥"
-            assert opened.end_ids == (256,)
-            assert opened.tokenizer.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
-        else:
-            assert opened.tokenizer is None
-            assert "no form in GGUF" in done.stdout or "comes with no tokenizer" in done.stdout
+        text = "alpha, é\n🔥"
+        assert opened.end_ids == (256,)
+        assert opened.tokenizer.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "folder", "model.gguf"]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 # Numbers of a tile along the axis that the source has side by side, and of a tile in all. Measured; half or twice as
 # many make no difference to speak of.
-_RUN = 512
+_RUN = 1024
 _TILE = 8192
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
+from jaxllm.interop import copying
 from jaxllm.mesh import path_name
 from jaxllm.model.specs import ParamSpec, is_spec, map_specs, param_specs
 
@@ -163,9 +164,9 @@ class _Pieces:
         experts = range(*index[0].indices(shape[0])) if index else range(0)
         for expert, rows in self._parts(layer, path, shape):
             if expert is None:
-                _cast(self._made(layer, path, None, rows)[index], out)
+                copying.copy(self._made(layer, path, None, rows)[index], out)
             elif expert in experts:
-                _cast(self._made(layer, path, expert, rows)[index[1:]], out[experts.index(expert)])
+                copying.copy(self._made(layer, path, expert, rows)[index[1:]], out[experts.index(expert)])
 
     def _parts(
         self, layer: int | None, path: str, shape: tuple[int, ...]
@@ -190,14 +191,6 @@ class _Pieces:
                 f"{told}: the configuration makes {path} {list(shape)} of it{reason}; they do not belong together"
             )
         return made
-
-
-def _cast(source: np.ndarray, out: np.ndarray) -> None:
-    """Copies numbers; where the dtype stays, as bits, so that NaNs keep theirs and NumPy knows how to be quick."""
-    if source.dtype == out.dtype:
-        bits = np.dtype(f"u{source.dtype.itemsize}")
-        source, out = source.view(bits), out.view(bits)
-    out[...] = source
 
 
 def save(model: Architecture, rules: Sequence[Rule], params: Any) -> Iterator[tuple[str, np.ndarray]]:

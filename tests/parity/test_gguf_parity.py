@@ -14,6 +14,7 @@ import pytest
 import runs
 
 from jaxllm.errors import UserError
+from jaxllm.interop import byte_file
 from jaxllm.interop.gguf import families
 from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.tokenizer import ByteTokenizer
@@ -107,6 +108,22 @@ def test_llama_cpp_loads_what_is_rounded(quantization, tmp_path):
     gguf.write(path, model, gguf_models.random_params(model, scale=0.3), ByteTokenizer(), quantization=quantization)
     params = gguf.open_file(path).load(jnp.float32)
     assert difference(model, params, path, PROMPT[:48]) < 0.05
+
+
+def test_llama_cpp_reads_bytes_as_bytes(tmp_path):
+    """The tokenizer of single bytes, as it is and as a tokenizer.json."""
+    model, text = sized("llama"), "alpha, é\n\t 日本 🔥 <|endoftext|>  x"
+    params = gguf_models.random_params(model)
+    for tokenizer in (ByteTokenizer(), byte_file.as_json()):
+        path = tmp_path / f"{type(tokenizer).__name__}.gguf"
+        gguf.write(path, model, params, tokenizer, quantization="F16")
+        theirs = comparison.LlamaCpp(path, 64)
+        try:
+            assert theirs.ids(text, False) == list(text.encode())
+            marked = text.encode().replace(b"<|endoftext|>", b"\xff")
+            assert theirs.ids(text, True) == [256 if byte == 0xFF else byte for byte in marked]
+        finally:
+            theirs.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from gguf.quants import quantize
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop import rules
+from jaxllm.interop import copying, rules
 from jaxllm.interop.gguf import families, keys, rope, tensors, vocabulary
 from jaxllm.interop.gguf import tokenizer as tokenizers
 from jaxllm.interop.gguf.file import open_tensors
@@ -129,11 +129,11 @@ def write(
 
 def _encode(name: str, tensor: np.ndarray, kind: str) -> np.ndarray:
     if kind == "Q8_0":
-        return quantize(np.ascontiguousarray(tensor, np.float32), GGMLQuantizationType.Q8_0)
+        return quantize(copying.contiguous(tensor, np.dtype(np.float32)), GGMLQuantizationType.Q8_0)
     if kind == "BF16":
-        return np.ascontiguousarray(tensor, ml_dtypes.bfloat16).view(np.uint8)
+        return copying.contiguous(tensor, np.dtype(ml_dtypes.bfloat16)).view(np.uint8)
     with np.errstate(over="ignore"):
-        made = np.ascontiguousarray(tensor, np.float16 if kind == "F16" else np.float32)
+        made = copying.contiguous(tensor, np.dtype(np.float16 if kind == "F16" else np.float32))
     if kind == "F16" and not np.isfinite(made).all():
         raise UserError(f"{name} has numbers past 65504, which F16 cannot hold; write BF16 or Q8_0")
     return made

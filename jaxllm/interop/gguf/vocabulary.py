@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.interop import byte_file
 from jaxllm.interop.gguf import splitting
 from jaxllm.interop.gguf import tokenizer as tokenizers
 from jaxllm.interop.gguf.file import Metadata
 from jaxllm.interop.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from jaxllm.interop.tokenizer import END_NAMES, ByteTokenizer, JsonTokenizer, Tokenizer, byte_alphabet
+from jaxllm.interop.tokenizer import END_NAMES, ByteTokenizer, JsonTokenizer, Tokenizer
 
 # What is compared after writing: accents, dashes, digits, symbols, scripts, code, white space.
 _PROBE = (
@@ -35,11 +36,10 @@ def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, s
     if tokenizer is None:
         return {"tokenizer.ggml.model": "none"}
     if isinstance(tokenizer, ByteTokenizer):
-        made, tokens, types = _bytes()
-    elif isinstance(tokenizer, JsonTokenizer):
-        made, tokens, types = _from_json(json.loads(tokenizer.to_json()), tokenizer.vocab_size)
-    else:
+        tokenizer = byte_file.as_json()
+    if not isinstance(tokenizer, JsonTokenizer):
         raise UserError(f"a {type(tokenizer).__name__} cannot be written to GGUF; convert to safetensors")
+    made, tokens, types = _from_json(json.loads(tokenizer.to_json()), tokenizer.vocab_size)
     if len(tokens) > vocab_size:
         raise UserError(f"the tokenizer has {len(tokens)} ids and the model's vocab_size is {vocab_size}")
     made |= _ids(tokenizer, tokens, special)
@@ -52,10 +52,12 @@ def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, s
         raise UserError(
             "the tokenizer makes other ids by GGUF's rules; convert to safetensors, which keeps it as it is"
         )
-    return {key: value for key, value in made.items() if key != "tokenizer.ggml.merges" or value}
+    return made
 
 
 _LAST = -1e9  # a score after all others
+# llama.cpp wants merges: of a tokenizer that joins nothing there is one, of two bytes that are in no UTF-8 text.
+_NO_MERGE = "ÿ ÿ"
 
 
 def _ids(tokenizer: Tokenizer, tokens: list[str], special: Mapping[str, str]) -> dict[str, Any]:
@@ -71,18 +73,6 @@ def _ids(tokenizer: Tokenizer, tokens: list[str], special: Mapping[str, str]) ->
         found |= dict(zip(("eot", "eom"), unnamed, strict=False))
     made: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in found.items()}
     return made | {"tokenizer.ggml.add_bos_token": tokenizer.bos_id is not None}
-
-
-def _bytes() -> tuple[dict[str, Any], list[str], list[int]]:
-    """Every byte a token. llama.cpp wants merges: there is one, of two bytes that are in no UTF-8 text."""
-    alphabet = {value: char for char, value in byte_alphabet().items()}
-    tokens = [alphabet[value] for value in range(256)] + ["<|endoftext|>"]
-    made = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.merges": [f"{alphabet[0xFF]} {alphabet[0xFF]}"],
-    }
-    return made, tokens, [NORMAL] * 256 + [CONTROL]
 
 
 def _from_json(content: dict[str, Any], count: int) -> tuple[dict[str, Any], list[str], list[int]]:
@@ -112,11 +102,11 @@ def _byte_level(content: dict[str, Any]) -> dict[str, Any]:
     name = splitting.name_of(content["pre_tokenizer"], bool(content["model"].get("ignore_merges")))
     if name is None:
         raise UserError("the tokenizer splits words in a way that has no name in GGUF; convert to safetensors")
-    merges = content["model"]["merges"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        "tokenizer.ggml.merges": merges or [_NO_MERGE],
     }
 
 

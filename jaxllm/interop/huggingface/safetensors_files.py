@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.interop import copying
 
 INDEX = "model.safetensors.index.json"
 ALONE = "model.safetensors"
@@ -229,4 +230,4 @@ def write_file(
         for name, shape in shapes.items():
             given, numbers = next(tensors)
             assert (given, numbers.shape) == (name, shape), (given, numbers.shape, name, shape)
-            file.write(np.ascontiguousarray(numbers, dtype).reshape(-1).view(np.uint8).data)
+            file.write(copying.contiguous(numbers, dtype).reshape(-1).view(np.uint8).data)
