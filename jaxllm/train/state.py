@@ -33,8 +33,8 @@ class TrainState:
 
     Attributes:
       step: updates made; a step whose gradients overflowed makes none.
-      params: what is trained, a tree of `adapter_specs.trained_specs`, as `jaxllm.mesh` stores it: padded where a dimension
-        does not divide.
+      params: what is trained, a tree of `adapter_specs.trained_specs`, as `jaxllm.mesh` stores it: padded where a
+        dimension does not divide.
       opt_state: optax's.
       key: root of the run's randomness (raw key data); a step's own key is this folded with its number.
       loss_scale: of fp16; None under other policies.
