@@ -131,6 +131,7 @@ def test_mesh_field_is_read(field):
         ("optimizer_name", "lion"),
         ("optimizer_moment_dtype", "bfloat16"),
         ("optimizer_offload", "all"),
+        ("lora_rank", 2),
     ],
 )
 def test_field_of_a_run_changes_its_bill(field, value):

@@ -207,3 +207,37 @@ def test_the_command_line_takes_a_list_and_the_ledger_bills_it(tmp_path):
     wrong = runs.command("jaxllm.ledger", *arguments, "--config.lora.rank=16", "--config.lora.targets=q,values")
     assert wrong.returncode == 2
     assert "names 'values', which is no projection" in wrong.stderr
+
+
+def test_a_start_that_was_killed_leaves_nothing_in_the_way(plain, source, tmp_path):
+    """Frozen weights of a run that never came to a checkpoint, whole or half written, are written again."""
+    workdir = tmp_path / "run"
+    for name in ("frozen", ".writing-frozen"):
+        (workdir / name / "state").mkdir(parents=True)
+        (workdir / name / "state" / "half").write_text("x")
+    _, losses = run(config(source, plain[0].parent), workdir)
+    assert losses == plain[2]
+    assert not (workdir / ".writing-frozen").exists()
+    assert not (workdir / "frozen" / "state" / "half").exists()
+
+
+def test_adapters_are_written_alone_and_sampled_beside_their_model(plain, source, tmp_path):
+    """The workdir, and the model it started from with the adapters of its PEFT folder, say the same."""
+    out = tmp_path / "adapter"
+    done = runs.command("jaxllm.convert", f"--model={plain[0]}", "--to=peft", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    told = json.loads((out / "adapter_config.json").read_text())
+    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (4, 16.0, str(source))
+    assert told["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    asked = ["--prompt=say 3", "--temperature=0", "--max_new_tokens=12", "--json", "--ignore_eos"]
+    texts_of = []
+    for more in ([f"--model={plain[0]}"], [f"--model={source}", f"--adapter={out}"], [f"--model={source}"]):
+        made = runs.command("jaxllm.sample", *more, *asked)
+        assert made.returncode == 0, made.stderr
+        texts_of.append(json.loads(made.stdout)["results"][0]["tokens"])
+    assert texts_of[0] == texts_of[1] != texts_of[2]
+    wrong = runs.command("jaxllm.convert", f"--model={source}", "--to=peft", f"--out={tmp_path / 'no'}")
+    assert wrong.returncode == 2
+    assert len(wrong.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "no").exists()

@@ -69,8 +69,10 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
     words = head_numbers(setting) // model.width
     yield from between_passes(setting, BOUNDARY, setting.parameters, c)
     if setting.stage == 3:
-        # Put together, and in the order in which the loop reads it; a tied table is in that order from its lookup on.
-        copies = 1 if model.tied_embeddings and setting.accumulates else 2
+        # Put together, and in the order in which the loop reads it: a tied table is in it from its lookup on, and
+        # a frozen one is asked for no gradient.
+        ordered = setting.layout.frozen or (model.tied_embeddings and setting.accumulates)
+        copies = 1 if ordered else 2
         yield numbers("gathered head", "gathered parameters", BOUNDARY, copies * head_numbers(setting), c)
     yield numbers("logits", "logits and loss", BOUNDARY, chunk * words, FLOAT32)
     yield numbers("gradient of the logits", "logits and loss", BOUNDARY, chunk * words, c)
