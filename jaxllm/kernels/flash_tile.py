@@ -111,7 +111,7 @@ def key_head(head: Index, group: int) -> Index:
     return _quotient(head, group)
 
 
-def tiles(span: tuple[Index, Index], block: int) -> tuple[Index, Index]:
+def blocks_of(span: tuple[Index, Index], block: int) -> tuple[Index, Index]:
     """[first, end) of the blocks in which a span lies; neither is negative."""
     low, high = span
     return _quotient(low, block), _quotient(_most(high, 0) + block - 1, block)

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxllm.kernels.flash_blocks import Tile, tiles_for
-from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Rule, key_head, tiles
+from jaxllm.kernels.flash_blocks import Tile, Tiles
+from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Rule, blocks_of, key_head
 
 LANES = 128
 
@@ -33,12 +33,13 @@ def forward(
     q_segments: Int[Array, "B T"] | None,
     k_segments: Int[Array, "B S"] | None,
     rule: Rule,
+    tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """The output, and log(sum(exp(scores))) of each row."""
     B, T, N, H = q.shape
     G = N // k.shape[1]
-    tile = _fit(tiles_for("tpu", H, q.dtype).forward, rule)
+    tile = _fit(tiles.forward, rule)
     specs = _by_queries(rule, tile, G, H)
     out, lse = _call(
         functools.partial(_forward_kernel, rule=rule, tile=tile),
@@ -67,13 +68,13 @@ def backward(
     lse: Float[Array, "B N T"],
     change: Float[Array, "B T N H"],
     rule: Rule,
+    tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Gradients of q, k and v from that of the output."""
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
     G = N // K
-    chosen = tiles_for("tpu", H, q.dtype)
     # What every weight's change loses to the normalisation: the output along its own change.
     delta = jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
     operands = (
@@ -81,7 +82,7 @@ def backward(
         *(change.swapaxes(1, 2), lse[:, :, None], delta[:, :, None]),
     )
 
-    tile = _fit(chosen.dq, rule)
+    tile = _fit(tiles.dq, rule)
     specs = _by_queries(rule, tile, G, H)
     (dq,) = _call(
         functools.partial(_dq_kernel, rule=rule, tile=tile),
@@ -101,7 +102,7 @@ def backward(
         ],
     )(*operands)
 
-    tile = _fit(chosen.dkv, rule)
+    tile = _fit(tiles.dkv, rule)
     specs = _by_keys(rule, tile, G, H)
     dk, dv = _call(
         functools.partial(_dkv_kernel, rule=rule, tile=tile, steps=_most_queries(rule, tile)),
@@ -183,14 +184,14 @@ def _key_tiles(rule: Rule, tile: Tile, i: Index) -> tuple[Index, Index]:
     start = i * tile.queries
     end = start + tile.queries
     end = min(end, rule.queries) if isinstance(end, int) else jnp.minimum(end, rule.queries)
-    return tiles(rule.keys_of(start, end), tile.keys)
+    return blocks_of(rule.keys_of(start, end), tile.keys)
 
 
 def _query_tiles(rule: Rule, tile: Tile, j: Index) -> tuple[Index, Index]:
     start = j * tile.keys
     end = start + tile.keys
     end = min(end, rule.keys) if isinstance(end, int) else jnp.minimum(end, rule.keys)
-    return tiles(rule.queries_of(start, end), tile.queries)
+    return blocks_of(rule.queries_of(start, end), tile.queries)
 
 
 def _most_keys(rule: Rule, tile: Tile) -> int:
