@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.errors import UserError
 from jaxllm.kernels import flash_mosaic_gpu, flash_tpu, flash_triton
 from jaxllm.kernels.flash_blocks import Tiles, tiles_for
-from jaxllm.kernels.flash_tile import Rule
+from jaxllm.kernels.flash_tile import Inputs, Rule
 
 # Of each platform by the name of its compiler path, the default first: the kernels (forward, backward).
 BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
@@ -86,30 +86,25 @@ def flash_attention(
         raise UserError(f"attention on {platform} has the backends {', '.join(BACKENDS[platform])}, not {backend!r}")
     how = _How(platform, backend, blocks or tiles_for(backend, q.shape[3], q.dtype), interpret)
     rule = Rule(q.shape[1], k.shape[2], causal, window, scale, softcap)
-    return _attend(q, k, v, q_segments, k_segments, rule, how)
+    return _attend(Inputs(q, k, v, q_segments, k_segments), rule, how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(
-    q: Array, k: Array, v: Array, q_segments: Array | None, k_segments: Array | None, rule: Rule, how: _How
-) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _attend(inputs: Inputs, rule: Rule, how: _How) -> Array:
     run, _ = BACKENDS[how.platform][how.backend]
-    return run(q, k, v, q_segments, k_segments, rule, how.tiles, how.interpret)[0]
+    return run(inputs, rule, how.tiles, how.interpret)[0]
 
 
-def _forward(
-    q: Array, k: Array, v: Array, q_segments: Array | None, k_segments: Array | None, rule: Rule, how: _How
-) -> tuple[Array, tuple[Array | None, ...]]:
+def _forward(inputs: Inputs, rule: Rule, how: _How) -> tuple[Array, tuple[Inputs, Array, Array]]:
     run, _ = BACKENDS[how.platform][how.backend]
-    out, lse = run(q, k, v, q_segments, k_segments, rule, how.tiles, how.interpret)
+    out, lse = run(inputs, rule, how.tiles, how.interpret)
     out, lse = checkpoint_name(out, "attn_context"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, q_segments, k_segments, out, lse)
+    return out, (inputs, out, lse)
 
 
-def _backward(rule: Rule, how: _How, saved: tuple[Any, ...], change: Array) -> tuple[Array, Array, Array, None, None]:
+def _backward(rule: Rule, how: _How, saved: tuple[Inputs, Array, Array], change: Array) -> tuple[Inputs]:
     _, run = BACKENDS[how.platform][how.backend]
-    dq, dk, dv = run(*saved, change, rule, how.tiles, how.interpret)
-    return dq, dk, dv, None, None
+    return (Inputs(*run(*saved, change, rule, how.tiles, how.interpret)),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxllm.errors import UserError
 from jaxllm.kernels.flash_blocks import Tile, Tiles
 from jaxllm.kernels.flash_spans import key_spans, loop
-from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, Index, Rule, key_head
+from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, Index, Inputs, Rule, key_head
 
 HEADS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
@@ -38,11 +38,7 @@ _SWIZZLE_BYTES = 128
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_segments: Int[Array, "B T"] | None,
-    k_segments: Int[Array, "B S"] | None,
+    inputs: Inputs,
     rule: Rule,
     tiles: Tiles,
     interpret: bool,
@@ -54,28 +50,24 @@ def forward(
     Raises:
       UserError: a head_dim or type that it has not got, or a tile that the groups cannot share.
     """
-    B, T, N, H = q.shape
-    K = k.shape[1]
-    tile = tiles.forward
-    groups = _require(H, q.dtype, tile)
-    q, k, v = _pad(q, 1, tile.queries), _pad(k, 2, tile.keys), _pad(v, 2, tile.keys)
+    (B, T, N, H), dtype, tile = inputs.q.shape, inputs.q.dtype, tiles.forward
+    groups = _require(H, dtype, tile)
+    q, k, v = _pad(inputs.q, 1, tile.queries), _pad(inputs.k, 2, tile.keys), _pad(inputs.v, 2, tile.keys)
     operands = [q, k, v]
-    if q_segments is not None and k_segments is not None:
-        operands += [_pad(q_segments.astype(jnp.int32), 1, tile.queries)]
-        operands += [_pad(k_segments.astype(jnp.int32), 1, tile.keys)]
-    segmented = len(operands) > 3
-    padded = q.shape[1]
-    last = padded // tile.queries - 1
+    if inputs.q_segments is not None and inputs.k_segments is not None:
+        operands += [_pad(inputs.q_segments.astype(jnp.int32), 1, tile.queries)]
+        operands += [_pad(inputs.k_segments.astype(jnp.int32), 1, tile.keys)]
+    last = q.shape[1] // tile.queries - 1
 
     def flash_attention(*refs: Any) -> None:
         body = functools.partial(
-            _block, refs, rule=rule, tile=tile, group=N // K, last=last, machine=_Machine(not interpret)
+            _block, refs, rule=rule, tile=tile, group=inputs.group, last=last, machine=_Machine(not interpret)
         )
-        pl.run_scoped(body, _scratch(tile, H, q.dtype, groups, segmented), collective_axes="group")
+        pl.run_scoped(body, _scratch(tile, H, dtype, groups, inputs.segmented), collective_axes="group")
 
     out, lse = plgpu.kernel(
         flash_attention,
-        out_type=[jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, padded), jnp.float32)],
+        out_type=[jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
         grid=(N, last + 1, B),
         grid_names=("head", "tile", "batch"),
         num_threads=groups + 1,

@@ -7,7 +7,7 @@ sequences, are masked when they are loaded and stored.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,49 +20,33 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.kernels.flash_blocks import Tile, Tiles
 from jaxllm.kernels.flash_spans import key_spans, loop, query_spans
-from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Rule, key_head
+from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Inputs, Rule, key_head, losses
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_segments: Int[Array, "B T"] | None,
-    k_segments: Int[Array, "B S"] | None,
+    inputs: Inputs,
     rule: Rule,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """The output, and log(sum(exp(scores))) of each row."""
-    B, T, N, H = q.shape
-    K = k.shape[1]
-    tile, dot = tiles.forward, _product(q.dtype, interpret)
-    layout = _Layout(q, k, tile)
-    count, last = pl.cdiv(T, tile.queries), pl.cdiv(T, tile.queries) - 1
-    queries = layout.query_block(lambda i, n, b: (b, last - i, n, 0))
-    keys = layout.all_keys(lambda i, n, b: (b, key_head(n, N // K), 0, 0))
+    (B, T, N, H), dtype = inputs.q.shape, inputs.v.dtype
+    tile, dot = tiles.forward, _product(dtype, interpret)
+    last, in_specs, queries, statistics = _by_queries(inputs, tile)
     return _call(
         functools.partial(_forward_kernel, rule=rule, tile=tile, dot=dot, last=last, head_dim=H),
         tile,
         interpret,
         name="flash_attention",
-        grid=(count, N, B),
-        in_specs=[
-            *(queries, keys, keys),
-            _or_none(q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
-            _or_none(k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
-        ],
-        out_specs=[queries, pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
-    )(q, k, v, q_segments, k_segments)
+        grid=(last + 1, N, B),
+        in_specs=in_specs,
+        out_specs=[queries, statistics],
+        out_shape=[jax.ShapeDtypeStruct(inputs.q.shape, dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+    )(*inputs)
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_segments: Int[Array, "B T"] | None,
-    k_segments: Int[Array, "B S"] | None,
+    inputs: Inputs,
     out: Float[Array, "B T N H"],
     lse: Float[Array, "B N T"],
     change: Float[Array, "B T N H"],
@@ -71,36 +55,24 @@ def backward(
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Gradients of q, k and v from that of the output."""
-    B, T, N, H = q.shape
-    K, S = k.shape[1:3]
-    G = N // K
-    dot = _product(q.dtype, interpret)
-    # What every weight's change loses to the normalisation: the output along its own change.
-    delta = jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
-    operands = (q, k, v, q_segments, k_segments, change, lse, delta)
+    (B, _, N, H), (_, K, S, _), G = inputs.q.shape, inputs.k.shape, inputs.group
+    dot = _product(inputs.q.dtype, interpret)
+    operands = (*inputs, change, lse, losses(out, change))
 
-    tile, layout = tiles.dq, _Layout(q, k, tiles.dq)
-    last = pl.cdiv(T, tile.queries) - 1
-    queries = layout.query_block(lambda i, n, b: (b, last - i, n, 0))
-    keys = layout.all_keys(lambda i, n, b: (b, key_head(n, G), 0, 0))
-    statistics = pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))
+    tile = tiles.dq
+    last, in_specs, queries, statistics = _by_queries(inputs, tile)
     (dq,) = _call(
         functools.partial(_dq_kernel, rule=rule, tile=tile, dot=dot, last=last, head_dim=H),
         tile,
         interpret,
         name="flash_attention_dq",
         grid=(last + 1, N, B),
-        in_specs=[
-            *(queries, keys, keys),
-            _or_none(q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
-            _or_none(k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
-            *(queries, statistics, statistics),
-        ],
+        in_specs=[*in_specs, queries, statistics, statistics],
         out_specs=[queries],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype)],
     )(*operands)
 
-    tile, layout = tiles.dkv, _Layout(q, k, tiles.dkv)
+    tile, layout = tiles.dkv, _Layout(inputs, tiles.dkv)
     group = pl.BlockSpec((None, layout.T, G, layout.H), lambda j, h, b: (b, 0, h, 0))
     keys = pl.BlockSpec((None, None, tile.keys, layout.H), lambda j, h, b: (b, h, j, 0))
     statistics = pl.BlockSpec((None, G, layout.T), lambda j, h, b: (b, h, 0))
@@ -112,30 +84,39 @@ def backward(
         grid=(pl.cdiv(S, tile.keys), K, B),
         in_specs=[
             *(group, keys, keys),
-            _or_none(q_segments, pl.BlockSpec((None, layout.T), lambda j, h, b: (b, 0))),
-            _or_none(k_segments, pl.BlockSpec((None, tile.keys), lambda j, h, b: (b, j))),
+            _or_none(inputs.q_segments, pl.BlockSpec((None, layout.T), lambda j, h, b: (b, 0))),
+            _or_none(inputs.k_segments, pl.BlockSpec((None, tile.keys), lambda j, h, b: (b, j))),
             *(group, statistics, statistics),
         ],
         out_specs=[keys, keys],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k, inputs.v)],
     )(*operands)
     return dq, dk, dv
 
 
 class _Layout:
-    """Lengths and head dimension rounded up to what tiles are made of, and blocks of them."""
+    """Lengths and head dimension rounded up to what tiles are made of."""
 
-    def __init__(self, q: Array, k: Array, tile: Tile) -> None:
-        self.tile = tile
-        self.T = pl.cdiv(q.shape[1], tile.queries) * tile.queries
-        self.S = pl.cdiv(k.shape[2], tile.keys) * tile.keys
-        self.H = pl.next_power_of_2(q.shape[3])
+    def __init__(self, inputs: Inputs, tile: Tile) -> None:
+        self.T = pl.cdiv(inputs.q.shape[1], tile.queries) * tile.queries
+        self.S = pl.cdiv(inputs.k.shape[2], tile.keys) * tile.keys
+        self.H = pl.next_power_of_2(inputs.q.shape[3])
 
-    def query_block(self, index: Callable[..., Any]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, self.tile.queries, None, self.H), index)
 
-    def all_keys(self, index: Callable[..., Any]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, self.S, self.H), index)
+def _by_queries(inputs: Inputs, tile: Tile) -> tuple[int, Sequence[Any], pl.BlockSpec, pl.BlockSpec]:
+    """Where each program owns a block of queries: the last block, the inputs' specs, and those of [B, T, N, H] and
+    [B, N, T]. Under a causal mask the last queries have the most to do, and begin first."""
+    layout, group = _Layout(inputs, tile), inputs.group
+    last = pl.cdiv(inputs.q.shape[1], tile.queries) - 1
+    queries = pl.BlockSpec((None, tile.queries, None, layout.H), lambda i, n, b: (b, last - i, n, 0))
+    keys = pl.BlockSpec((None, None, layout.S, layout.H), lambda i, n, b: (b, key_head(n, group), 0, 0))
+    statistics = pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))
+    in_specs = [
+        *(queries, keys, keys),
+        _or_none(inputs.q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
+        _or_none(inputs.k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
+    ]
+    return last, in_specs, queries, statistics
 
 
 def _or_none(array: Array | None, spec: pl.BlockSpec) -> pl.BlockSpec | None:
@@ -162,7 +143,6 @@ def _forward_kernel(
     last: int,
     head_dim: int,
 ) -> None:
-    # Under a causal mask the last queries have the most to do: they begin first.
     start = (last - pl.program_id(0)) * tile.queries
     rows = start + jnp.arange(tile.queries)
     q = _load_rows(q_ref, 0, tile.queries, rule.queries - start, head_dim)

@@ -14,7 +14,7 @@ from jaxllm.errors import UserError
 from jaxllm.kernels import flash_mosaic_gpu, flash_triton
 from jaxllm.kernels.flash_attention import flash_attention
 from jaxllm.kernels.flash_blocks import Tile, Tiles
-from jaxllm.kernels.flash_tile import Rule
+from jaxllm.kernels.flash_tile import Inputs, Rule
 
 SMALL = Tile(128, 64, 8, 2)
 BLOCKS = Tiles(SMALL, Tile(64, 64), Tile(64, 64))
@@ -69,8 +69,9 @@ def test_gradients_are_those_of_the_triton_kernels_with_its_statistics():
 def test_log_sums_are_the_triton_kernel_s():
     (q, k, v, _), _, _ = draw((130, 100), 64, 1, False, "float16")
     rule = Rule(130, 100, True, 0, 0.125, 0.0)
-    _, got = flash_mosaic_gpu.forward(q[:1], k[:1], v[:1], None, None, rule, BLOCKS, True)
-    _, want = jax.jit(lambda *a: flash_triton.forward(*a, None, None, rule, BLOCKS, True))(q[:1], k[:1], v[:1])
+    inputs = Inputs(q[:1], k[:1], v[:1])
+    _, got = flash_mosaic_gpu.forward(inputs, rule, BLOCKS, True)
+    _, want = jax.jit(lambda inputs: flash_triton.forward(inputs, rule, BLOCKS, True))(inputs)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
