@@ -24,6 +24,13 @@ TPUS = ["v5e", "v5p"]
 HEADS, KEY_HEADS, LENGTH = 4, 2, 1024
 # With the masks of a packed batch of Gemma 2; a bare causal mask. Kernels of the two are compiled otherwise.
 RULES = {"rich": {"window": 300, "softcap": 30.0}, "bare": {"window": 0, "softcap": 0.0}}
+WITHOUT_SPILLS = [
+    *[(head_dim, "bfloat16") for head_dim in (16, 64, 80, 128, 256)],
+    (128, "float16"),
+    *[(head_dim, "float32") for head_dim in (16, 32, 64, 96, 128)],
+]
+# Bytes a thread, stores and loads; see `flash_blocks`.
+MOST_SPILLED = 640
 # What XLA rounds buffers up to, and its table of outputs.
 SMALL = 1024
 
@@ -81,12 +88,22 @@ def spills(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "dtype"), WITHOUT_SPILLS)
 @pytest.mark.parametrize("name", GPUS)
-def test_no_kernel_spills_on_gpus(name, head_dim, rule):
-    _, told = figures(name, head_dim, rule=rule)
+def test_no_kernel_spills_on_gpus(name, head_dim, dtype, rule):
+    _, told = figures(name, head_dim, rule=rule, dtype=dtype)
     assert set(told) == {"flash_attention", "flash_attention_dq", "flash_attention_dkv"}
     assert all(spilled == 0 for spilled, _ in told.values()), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", GPUS)
+def test_gradients_in_float32_spill_this_much_at_the_largest_head_dim(name, rule):
+    _, told = figures(name, 256, rule=rule, dtype="float32")
+    assert told["flash_attention"][0] == 0
+    assert 0 < told["flash_attention_dq"][0] <= MOST_SPILLED, told
+    assert 0 < told["flash_attention_dkv"][0] <= MOST_SPILLED, told
 
 
 @pytest.mark.slow
