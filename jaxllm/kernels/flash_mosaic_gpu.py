@@ -241,7 +241,14 @@ def _block(
 
             plgpu.copy_gmem_to_smem(v_ref.at[b, head, here], scratch.v.at[slot], scratch.v_ready.at[slot])
 
+        def drain(j: Index, _: None) -> None:
+            slot = lax.rem(j - begin, jnp.int32(tile.stages))
+            plgpu.barrier_wait(scratch.k_free.at[slot])
+            plgpu.barrier_wait(scratch.v_free.at[slot])
+
         lax.fori_loop(begin, end, fetch, None)
+        # No barrier ends with an arrival that nobody waited for.
+        lax.fori_loop(jnp.maximum(begin, end - tile.stages), end, drain, None)
 
     @pl.when(worker < groups)
     def compute() -> None:

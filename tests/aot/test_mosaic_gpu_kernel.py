@@ -50,7 +50,7 @@ def compiled(folder, cells):
 CELLS = [
     *[(head_dim, rule, "bfloat16", 1024, None) for head_dim in (64, 128, 192, 256) for rule in ("rich", "bare")],
     (128, "rich", "float16", 1024, None),
-    (64, "bare", "bfloat16", 1024, (192, 128, 12, 2)),
+    (64, "bare", "bfloat16", 1152, (192, 128, 12, 2)),
     (128, "bare", "bfloat16", 1000, None),
 ]
 
@@ -60,7 +60,8 @@ def test_it_compiles_and_spills_nothing(tmp_path):
     for cell, (temps, spilled, multiplies) in zip(CELLS, compiled(tmp_path, CELLS), strict=True):
         assert multiplies, cell
         assert spilled == 0, cell
-        assert temps <= 2 * 4 * 4 * 1024 + 1024 or cell[3] % 128, cell  # lse and delta
+        if cell[3] % 128 == 0:  # nothing is padded: lse and delta in float32, of four heads
+            assert temps <= 2 * 4 * 4 * cell[3] + 1024, cell
 
 
 @pytest.mark.slow
