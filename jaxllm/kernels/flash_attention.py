@@ -3,7 +3,9 @@
 FlashAttention-2 (Dao 2023) in Pallas. Between the passes wait the inputs, the output and a float32 a query and head.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,12 +14,30 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import UserError
-from jaxllm.kernels import flash_tpu, flash_triton
-from jaxllm.kernels.flash_tile import Rule
+from jaxllm.kernels import flash_mosaic_gpu, flash_tpu, flash_triton
+from jaxllm.kernels.flash_blocks import Tiles, tiles_for
+from jaxllm.kernels.flash_tile import Inputs, Rule
 
-PLATFORMS: dict[str, Any] = {"gpu": flash_triton, "tpu": flash_tpu}
+# Of each platform by the name of its compiler path, the default first: the kernels (forward, backward).
+BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
+    "gpu": {
+        "triton": (flash_triton.forward, flash_triton.backward),
+        "mosaic_gpu": (flash_mosaic_gpu.forward, flash_triton.backward),
+    },
+    "tpu": {"mosaic": (flash_tpu.forward, flash_tpu.backward)},
+}
 DTYPES = {"gpu": ("float32", "bfloat16", "float16"), "tpu": ("float32", "bfloat16")}
 _LEAST_HEAD, _LARGEST_HEAD = 16, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """Which kernels run, and how; static."""
+
+    platform: str
+    backend: str
+    tiles: Tiles
+    interpret: bool
 
 
 def flash_attention(
@@ -32,6 +52,8 @@ def flash_attention(
     scale: float,
     softcap: float,
     platform: str,
+    backend: str | None = None,
+    blocks: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q·k·scale)) · v over the keys that a query sees; `reference.attention` by another order of sums.
@@ -50,50 +72,39 @@ def flash_attention(
       window: keys at a distance below it are seen, so a query's own is the first; 0 is all. Where not causal, it
         reaches as far ahead as back.
       softcap: c·tanh(score / c) before the mask (Gemma 2); 0 is none.
-      platform: whose kernels: "gpu" (Triton) or "tpu" (Mosaic).
+      platform: whose kernels: "gpu" or "tpu".
+      backend: which of a GPU's: "triton", for all of them and the default, or "mosaic_gpu", for Hopper: its output is
+        by a kernel of `flash_mosaic_gpu`, its gradients by Triton's.
+      blocks: sizes of the kernels' tiles; None: those of `flash_blocks`.
       interpret: run them as plain JAX, on any device; slow, for tests.
     Raises:
       UserError: shapes or types that the kernels cannot do; there is no silent fallback.
     """
     _require(q, k, v, q_segments, k_segments, window, softcap, platform)
+    backend = backend or next(iter(BACKENDS[platform]))
+    if backend not in BACKENDS[platform]:
+        raise UserError(f"attention on {platform} has the backends {', '.join(BACKENDS[platform])}, not {backend!r}")
+    how = _How(platform, backend, blocks or tiles_for(backend, q.shape[3], q.dtype), interpret)
     rule = Rule(q.shape[1], k.shape[2], causal, window, scale, softcap)
-    return _attend(q, k, v, q_segments, k_segments, rule, platform, interpret)
+    return _attend(Inputs(q, k, v, q_segments, k_segments), rule, how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array | None,
-    k_segments: Array | None,
-    rule: Rule,
-    platform: str,
-    interpret: bool,
-) -> Array:
-    return PLATFORMS[platform].forward(q, k, v, q_segments, k_segments, rule, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _attend(inputs: Inputs, rule: Rule, how: _How) -> Array:
+    run, _ = BACKENDS[how.platform][how.backend]
+    return run(inputs, rule, how.tiles, how.interpret)[0]
 
 
-def _forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array | None,
-    k_segments: Array | None,
-    rule: Rule,
-    platform: str,
-    interpret: bool,
-) -> tuple[Array, tuple[Array | None, ...]]:
-    out, lse = PLATFORMS[platform].forward(q, k, v, q_segments, k_segments, rule, interpret)
+def _forward(inputs: Inputs, rule: Rule, how: _How) -> tuple[Array, tuple[Inputs, Array, Array]]:
+    run, _ = BACKENDS[how.platform][how.backend]
+    out, lse = run(inputs, rule, how.tiles, how.interpret)
     out, lse = checkpoint_name(out, "attn_context"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, q_segments, k_segments, out, lse)
+    return out, (inputs, out, lse)
 
 
-def _backward(
-    rule: Rule, platform: str, interpret: bool, saved: tuple[Any, ...], change: Array
-) -> tuple[Array, Array, Array, None, None]:
-    dq, dk, dv = PLATFORMS[platform].backward(*saved, change, rule, interpret)
-    return dq, dk, dv, None, None
+def _backward(rule: Rule, how: _How, saved: tuple[Inputs, Array, Array], change: Array) -> tuple[Inputs]:
+    _, run = BACKENDS[how.platform][how.backend]
+    return (Inputs(*run(*saved, change, rule, how.tiles, how.interpret)),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -110,10 +121,8 @@ def _require(
     platform: str,
 ) -> None:
     """Raises UserError for what the kernels cannot do."""
-    if platform not in PLATFORMS:
-        raise UserError(
-            f"attention kernels are for {' and '.join(PLATFORMS)}, not {platform!r}; use implementation=xla"
-        )
+    if platform not in BACKENDS:
+        raise UserError(f"attention kernels are for {' and '.join(BACKENDS)}, not {platform!r}; use implementation=xla")
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"

@@ -5,6 +5,7 @@ Both platforms' kernels are loops over these tiles; they differ in how a tile ge
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +21,30 @@ LEAST = -1e20
 EMPTY = 1e30
 
 Index = Int[Array, ""] | int
+
+
+class Inputs(NamedTuple):
+    """What attention is of; segments of both queries and keys, or of neither."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    q_segments: Int[Array, "B T"] | None = None
+    k_segments: Int[Array, "B S"] | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that read the same key head."""
+        return self.q.shape[2] // self.k.shape[1]
+
+    @property
+    def segmented(self) -> bool:
+        return self.q_segments is not None
+
+
+def losses(out: Float[Array, "B T N H"], change: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
+    """What the change of each of a row's weights loses to the normalisation: the output along its own change."""
+    return jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +136,7 @@ def key_head(head: Index, group: int) -> Index:
     return _quotient(head, group)
 
 
-def tiles(span: tuple[Index, Index], block: int) -> tuple[Index, Index]:
+def blocks_of(span: tuple[Index, Index], block: int) -> tuple[Index, Index]:
     """[first, end) of the blocks in which a span lies; neither is negative."""
     low, high = span
     return _quotient(low, block), _quotient(_most(high, 0) + block - 1, block)

@@ -10,7 +10,7 @@ it down its side, it is turned once a block, in scratch.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,27 +18,36 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxllm.kernels.flash_blocks import Tile, tiles_for
-from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Rule, key_head, tiles
+from jaxllm.kernels.flash_blocks import Tile, Tiles
+from jaxllm.kernels.flash_tile import (
+    EMPTY,
+    HIDDEN,
+    LEAST,
+    LN_2,
+    LOG2_E,
+    Index,
+    Inputs,
+    Rule,
+    blocks_of,
+    key_head,
+    losses,
+)
 
 LANES = 128
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_segments: Int[Array, "B T"] | None,
-    k_segments: Int[Array, "B S"] | None,
+    inputs: Inputs,
     rule: Rule,
+    tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """The output, and log(sum(exp(scores))) of each row."""
-    B, T, N, H = q.shape
-    G = N // k.shape[1]
-    tile = _fit(tiles_for("tpu", H, q.dtype).forward, rule)
+    q, k, v, q_segments, k_segments = inputs
+    (B, T, N, H), G = q.shape, inputs.group
+    tile = _fit(tiles.forward, rule)
     specs = _by_queries(rule, tile, G, H)
     out, lse = _call(
         functools.partial(_forward_kernel, rule=rule, tile=tile),
@@ -48,40 +57,30 @@ def forward(
         in_specs=[specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)],
         out_specs=[specs.queries, specs.statistics],
         out_shape=[jax.ShapeDtypeStruct((B, N, T, H), v.dtype), jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)],
-        scratch_shapes=[
-            pltpu.VMEM((tile.queries, H), jnp.float32),
-            *[pltpu.VMEM((tile.queries, LANES), jnp.float32)] * 2,
-            pltpu.VMEM((tile.queries, LANES), jnp.int32),
-        ],
+        scratch_shapes=_scratch(tile, H),
     )(q.swapaxes(1, 2), k, v, _row(q_segments), _row(k_segments))
     return out.swapaxes(1, 2), lse[:, :, 0]
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_segments: Int[Array, "B T"] | None,
-    k_segments: Int[Array, "B S"] | None,
+    inputs: Inputs,
     out: Float[Array, "B T N H"],
     lse: Float[Array, "B N T"],
     change: Float[Array, "B T N H"],
     rule: Rule,
+    tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Gradients of q, k and v from that of the output."""
-    B, T, N, H = q.shape
-    K, S = k.shape[1:3]
-    G = N // K
-    chosen = tiles_for("tpu", H, q.dtype)
-    # What every weight's change loses to the normalisation: the output along its own change.
-    delta = jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
+    q, k, v, q_segments, k_segments = inputs
+    (B, T, N, H), (_, K, S, _), G = q.shape, k.shape, inputs.group
+    delta = losses(out, change)
     operands = (
         *(q.swapaxes(1, 2), k, v, _row(q_segments), _row(k_segments)),
         *(change.swapaxes(1, 2), lse[:, :, None], delta[:, :, None]),
     )
 
-    tile = _fit(chosen.dq, rule)
+    tile = _fit(tiles.dq, rule)
     specs = _by_queries(rule, tile, G, H)
     (dq,) = _call(
         functools.partial(_dq_kernel, rule=rule, tile=tile),
@@ -94,14 +93,10 @@ def backward(
         ],
         out_specs=[specs.queries],
         out_shape=[jax.ShapeDtypeStruct((B, N, T, H), q.dtype)],
-        scratch_shapes=[
-            pltpu.VMEM((tile.queries, H), jnp.float32),
-            *[pltpu.VMEM((tile.queries, LANES), jnp.float32)] * 2,
-            pltpu.VMEM((tile.queries, LANES), jnp.int32),
-        ],
+        scratch_shapes=_scratch(tile, H),
     )(*operands)
 
-    tile = _fit(chosen.dkv, rule)
+    tile = _fit(tiles.dkv, rule)
     specs = _by_keys(rule, tile, G, H)
     dk, dv = _call(
         functools.partial(_dkv_kernel, rule=rule, tile=tile, steps=_most_queries(rule, tile)),
@@ -120,6 +115,15 @@ def backward(
         ],
     )(*operands)
     return dq.swapaxes(1, 2), dk, dv
+
+
+def _scratch(tile: Tile, head_dim: int) -> Sequence[Any]:
+    """A sum for each query, two of its numbers, and its segment."""
+    return [
+        pltpu.VMEM((tile.queries, head_dim), jnp.float32),
+        *[pltpu.VMEM((tile.queries, LANES), jnp.float32)] * 2,
+        pltpu.VMEM((tile.queries, LANES), jnp.int32),
+    ]
 
 
 class _Specs:
@@ -183,14 +187,14 @@ def _key_tiles(rule: Rule, tile: Tile, i: Index) -> tuple[Index, Index]:
     start = i * tile.queries
     end = start + tile.queries
     end = min(end, rule.queries) if isinstance(end, int) else jnp.minimum(end, rule.queries)
-    return tiles(rule.keys_of(start, end), tile.keys)
+    return blocks_of(rule.keys_of(start, end), tile.keys)
 
 
 def _query_tiles(rule: Rule, tile: Tile, j: Index) -> tuple[Index, Index]:
     start = j * tile.keys
     end = start + tile.keys
     end = min(end, rule.keys) if isinstance(end, int) else jnp.minimum(end, rule.keys)
-    return tiles(rule.queries_of(start, end), tile.queries)
+    return blocks_of(rule.queries_of(start, end), tile.queries)
 
 
 def _most_keys(rule: Rule, tile: Tile) -> int:

@@ -18,88 +18,61 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.kernels.flash_blocks import Tile, tiles_for
-from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Rule, key_head, tiles
-
-Span = tuple[Index, Index, bool]
+from jaxllm.kernels.flash_blocks import Tile, Tiles
+from jaxllm.kernels.flash_spans import key_spans, loop, query_spans
+from jaxllm.kernels.flash_tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Inputs, Rule, key_head, losses
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_segments: Int[Array, "B T"] | None,
-    k_segments: Int[Array, "B S"] | None,
+    inputs: Inputs,
     rule: Rule,
+    tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """The output, and log(sum(exp(scores))) of each row."""
-    B, T, N, H = q.shape
-    K = k.shape[1]
-    tile, dot = tiles_for("gpu", H, q.dtype).forward, _product(q.dtype, interpret)
-    layout = _Layout(q, k, tile)
-    count, last = pl.cdiv(T, tile.queries), pl.cdiv(T, tile.queries) - 1
-    queries = layout.query_block(lambda i, n, b: (b, last - i, n, 0))
-    keys = layout.all_keys(lambda i, n, b: (b, key_head(n, N // K), 0, 0))
+    (B, T, N, H), dtype = inputs.q.shape, inputs.v.dtype
+    tile, dot = tiles.forward, _product(dtype, interpret)
+    last, in_specs, queries, statistics = _by_queries(inputs, tile)
     return _call(
         functools.partial(_forward_kernel, rule=rule, tile=tile, dot=dot, last=last, head_dim=H),
         tile,
         interpret,
         name="flash_attention",
-        grid=(count, N, B),
-        in_specs=[
-            *(queries, keys, keys),
-            _or_none(q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
-            _or_none(k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
-        ],
-        out_specs=[queries, pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
-    )(q, k, v, q_segments, k_segments)
+        grid=(last + 1, N, B),
+        in_specs=in_specs,
+        out_specs=[queries, statistics],
+        out_shape=[jax.ShapeDtypeStruct(inputs.q.shape, dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+    )(*inputs)
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_segments: Int[Array, "B T"] | None,
-    k_segments: Int[Array, "B S"] | None,
+    inputs: Inputs,
     out: Float[Array, "B T N H"],
     lse: Float[Array, "B N T"],
     change: Float[Array, "B T N H"],
     rule: Rule,
+    tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Gradients of q, k and v from that of the output."""
-    B, T, N, H = q.shape
-    K, S = k.shape[1:3]
-    G = N // K
-    chosen, dot = tiles_for("gpu", H, q.dtype), _product(q.dtype, interpret)
-    # What every weight's change loses to the normalisation: the output along its own change.
-    delta = jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
-    operands = (q, k, v, q_segments, k_segments, change, lse, delta)
+    (B, _, N, H), (_, K, S, _), G = inputs.q.shape, inputs.k.shape, inputs.group
+    dot = _product(inputs.q.dtype, interpret)
+    operands = (*inputs, change, lse, losses(out, change))
 
-    tile, layout = chosen.dq, _Layout(q, k, chosen.dq)
-    last = pl.cdiv(T, tile.queries) - 1
-    queries = layout.query_block(lambda i, n, b: (b, last - i, n, 0))
-    keys = layout.all_keys(lambda i, n, b: (b, key_head(n, G), 0, 0))
-    statistics = pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))
+    tile = tiles.dq
+    last, in_specs, queries, statistics = _by_queries(inputs, tile)
     (dq,) = _call(
         functools.partial(_dq_kernel, rule=rule, tile=tile, dot=dot, last=last, head_dim=H),
         tile,
         interpret,
         name="flash_attention_dq",
         grid=(last + 1, N, B),
-        in_specs=[
-            *(queries, keys, keys),
-            _or_none(q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
-            _or_none(k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
-            *(queries, statistics, statistics),
-        ],
+        in_specs=[*in_specs, queries, statistics, statistics],
         out_specs=[queries],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype)],
     )(*operands)
 
-    tile, layout = chosen.dkv, _Layout(q, k, chosen.dkv)
+    tile, layout = tiles.dkv, _Layout(inputs, tiles.dkv)
     group = pl.BlockSpec((None, layout.T, G, layout.H), lambda j, h, b: (b, 0, h, 0))
     keys = pl.BlockSpec((None, None, tile.keys, layout.H), lambda j, h, b: (b, h, j, 0))
     statistics = pl.BlockSpec((None, G, layout.T), lambda j, h, b: (b, h, 0))
@@ -111,30 +84,39 @@ def backward(
         grid=(pl.cdiv(S, tile.keys), K, B),
         in_specs=[
             *(group, keys, keys),
-            _or_none(q_segments, pl.BlockSpec((None, layout.T), lambda j, h, b: (b, 0))),
-            _or_none(k_segments, pl.BlockSpec((None, tile.keys), lambda j, h, b: (b, j))),
+            _or_none(inputs.q_segments, pl.BlockSpec((None, layout.T), lambda j, h, b: (b, 0))),
+            _or_none(inputs.k_segments, pl.BlockSpec((None, tile.keys), lambda j, h, b: (b, j))),
             *(group, statistics, statistics),
         ],
         out_specs=[keys, keys],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k, inputs.v)],
     )(*operands)
     return dq, dk, dv
 
 
 class _Layout:
-    """Lengths and head dimension rounded up to what tiles are made of, and blocks of them."""
+    """Lengths and head dimension rounded up to what tiles are made of."""
 
-    def __init__(self, q: Array, k: Array, tile: Tile) -> None:
-        self.tile = tile
-        self.T = pl.cdiv(q.shape[1], tile.queries) * tile.queries
-        self.S = pl.cdiv(k.shape[2], tile.keys) * tile.keys
-        self.H = pl.next_power_of_2(q.shape[3])
+    def __init__(self, inputs: Inputs, tile: Tile) -> None:
+        self.T = pl.cdiv(inputs.q.shape[1], tile.queries) * tile.queries
+        self.S = pl.cdiv(inputs.k.shape[2], tile.keys) * tile.keys
+        self.H = pl.next_power_of_2(inputs.q.shape[3])
 
-    def query_block(self, index: Callable[..., Any]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, self.tile.queries, None, self.H), index)
 
-    def all_keys(self, index: Callable[..., Any]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, self.S, self.H), index)
+def _by_queries(inputs: Inputs, tile: Tile) -> tuple[int, Sequence[Any], pl.BlockSpec, pl.BlockSpec]:
+    """Where each program owns a block of queries: the last block, the inputs' specs, and those of [B, T, N, H] and
+    [B, N, T]. Under a causal mask the last queries have the most to do, and begin first."""
+    layout, group = _Layout(inputs, tile), inputs.group
+    last = pl.cdiv(inputs.q.shape[1], tile.queries) - 1
+    queries = pl.BlockSpec((None, tile.queries, None, layout.H), lambda i, n, b: (b, last - i, n, 0))
+    keys = pl.BlockSpec((None, None, layout.S, layout.H), lambda i, n, b: (b, key_head(n, group), 0, 0))
+    statistics = pl.BlockSpec((None, None, tile.queries), lambda i, n, b: (b, n, last - i))
+    in_specs = [
+        *(queries, keys, keys),
+        _or_none(inputs.q_segments, pl.BlockSpec((None, tile.queries), lambda i, n, b: (b, last - i))),
+        _or_none(inputs.k_segments, pl.BlockSpec((None, layout.S), lambda i, n, b: (b, 0))),
+    ]
+    return last, in_specs, queries, statistics
 
 
 def _or_none(array: Array | None, spec: pl.BlockSpec) -> pl.BlockSpec | None:
@@ -161,7 +143,6 @@ def _forward_kernel(
     last: int,
     head_dim: int,
 ) -> None:
-    # Under a causal mask the last queries have the most to do: they begin first.
     start = (last - pl.program_id(0)) * tile.queries
     rows = start + jnp.arange(tile.queries)
     q = _load_rows(q_ref, 0, tile.queries, rule.queries - start, head_dim)
@@ -186,7 +167,7 @@ def _forward_kernel(
 
     shape = (tile.queries, q.shape[1])
     carry = (jnp.zeros(shape, jnp.float32), jnp.full(shape[:1], LEAST, jnp.float32), jnp.zeros(shape[:1], jnp.float32))
-    carry = _loop(_key_spans(rule, start, tile, row_segments is not None), step, carry)
+    carry = loop(key_spans(rule, start, tile, row_segments is not None), step, carry)
     total, high, summed = carry
     empty = summed == 0
     out = total / jnp.where(empty, 1.0, summed)[:, None]
@@ -235,7 +216,7 @@ def _dq_kernel(
         scores = rule.slope(bits, weights * (dot(change, v, (1, 1)) - delta[:, None]))
         return dq + dot(scores.astype(k.dtype), k, (1, 0))
 
-    dq = _loop(_key_spans(rule, start, tile, row_segments is not None), step, jnp.zeros(q.shape, jnp.float32))
+    dq = loop(key_spans(rule, start, tile, row_segments is not None), step, jnp.zeros(q.shape, jnp.float32))
     _store_rows(dq_ref, dq * rule.scale, rule.queries - start, head_dim)
 
 
@@ -262,7 +243,7 @@ def _dkv_kernel(
     v = _load_rows(v_ref, 0, tile.keys, rule.keys - start, head_dim)
     column_segments = _load_segments(k_segments_ref, 0, tile.keys, rule.keys - start)
     columns = start + jnp.arange(tile.keys)
-    spans = _query_spans(rule, start, tile, column_segments is not None)
+    spans = query_spans(rule, start, tile, column_segments is not None)
 
     def one_head(g: Index, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         def step(i: Index, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
@@ -286,41 +267,12 @@ def _dkv_kernel(
             scores = rule.slope(bits, weights * (dot(v, change, (1, 1)) - delta[None, :]))
             return dk + dot(scores.astype(q.dtype), q, (1, 0)), dv
 
-        return _loop(spans, step, carry)
+        return loop(spans, step, carry)
 
     zero = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, heads, one_head, (zero, zero))
     _store_rows(dk_ref, dk * rule.scale, rule.keys - start, head_dim)
     _store_rows(dv_ref, dv, rule.keys - start, head_dim)
-
-
-def _key_spans(rule: Rule, start: Index, tile: Tile, segmented: bool) -> Sequence[Span]:
-    """Blocks of keys for a block of queries: (first, end, whether a mask is needed)."""
-    low, high = tiles(rule.keys_of(start, jnp.minimum(start + tile.queries, rule.queries)), tile.keys)
-    if segmented or rule.window:
-        return [(low, high, True)]
-    # Blocks that end before the first query's place, and before the end, are seen whole.
-    seen = jnp.minimum(jnp.maximum(start + rule.offset + 1, 0), rule.keys) if rule.causal else rule.keys
-    whole = lax.div(seen, tile.keys) if rule.causal else rule.keys // tile.keys
-    return [(0, whole, False), (whole, high, True)]
-
-
-def _query_spans(rule: Rule, start: Index, tile: Tile, segmented: bool) -> Sequence[Span]:
-    """Blocks of queries for a block of keys. A query past the end has no change, so that it needs no mask."""
-    end = jnp.minimum(start + tile.keys, rule.keys)
-    low, high = tiles(rule.queries_of(start, end), tile.queries)
-    if segmented or rule.window:
-        return [(low, high, True)]
-    if not rule.causal:
-        return [(low, high, False)]
-    whole = lax.div(jnp.maximum(end - 1 - rule.offset, 0) + tile.queries - 1, tile.queries)
-    return [(low, jnp.minimum(whole, high), True), (jnp.minimum(whole, high), high, False)]
-
-
-def _loop(spans: Sequence[Span], step: Callable[..., Any], carry: Any) -> Any:
-    for first, end, masked in spans:
-        carry = lax.fori_loop(first, end, functools.partial(step, masked=masked), carry)
-    return carry
 
 
 def _down(segments: Int[Array, " n"] | None) -> Int[Array, "n 1"] | None:

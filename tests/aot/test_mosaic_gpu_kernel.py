@@ -1,0 +1,70 @@
+"""The kernel for Hopper compiled for an H100 that is not there, by Mosaic and by NVIDIA's assembler: what it spills."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own: Mosaic reads these settings when it is loaded.
+PROGRAM = """
+import json, sys
+from test_attention_kernels import program
+from jaxllm import hardware
+from jaxllm.kernels.flash_blocks import Tile, Tiles
+from jaxllm.ledger import absent, compiled
+target = absent.require_compiler("h100", hardware.named("h100").compile_target)
+for head_dim, rule, dtype, length, tile in json.loads(sys.argv[1]):
+    blocks = tile and Tiles(Tile(*tile), Tile(32, 32), Tile(32, 32))
+    made = program("gpu", head_dim, length, rule, dtype, backend="mosaic_gpu", blocks=blocks)
+    print(json.dumps(compiled.figures(absent.compile_for(made, target, 1))["temps"]), file=sys.stderr)
+"""
+
+
+def compiled(folder, cells):
+    """For each cell (temporaries, bytes spilled, whether it multiplies by wgmma)."""
+    here = os.path.dirname(__file__)
+    paths = [here, os.path.dirname(here), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    dumps = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(cells)],
+        capture_output=True,
+        text=True,
+        env=os.environ | dumps | {"PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+    temps = [int(line) for line in child.stderr.splitlines() if line.isdigit()]
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = []
+    for i, held in enumerate(temps):
+        (said,) = folder.glob(f"flash_attention_{i}.ptxas")
+        spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", said.read_text())]
+        assert len(spilled) == 2
+        found.append((held, sum(spilled), "wgmma.mma_async" in said.with_suffix(".ptx").read_text()))
+    return found
+
+
+# head_dim, masks of `test_attention_kernels`, type, length
+CELLS = [
+    *[(head_dim, rule, "bfloat16", 1024, None) for head_dim in (64, 128, 192, 256) for rule in ("rich", "bare")],
+    (128, "rich", "float16", 1024, None),
+    (64, "bare", "bfloat16", 1152, (192, 128, 12, 2)),
+    (128, "bare", "bfloat16", 1000, None),
+]
+
+
+@pytest.mark.slow
+def test_it_compiles_and_spills_nothing(tmp_path):
+    for cell, (temps, spilled, multiplies) in zip(CELLS, compiled(tmp_path, CELLS), strict=True):
+        assert multiplies, cell
+        assert spilled == 0, cell
+        if cell[3] % 128 == 0:  # nothing is padded: lse and delta in float32, of four heads
+            assert temps <= 2 * 4 * 4 * cell[3] + 1024, cell
+
+
+@pytest.mark.slow
+def test_spills_would_be_seen(tmp_path):
+    [(_, spilled, _)] = compiled(tmp_path, [(128, "bare", "bfloat16", 1024, (128, 256, 8, 2))])
+    assert spilled > 0
