@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxllm import remat_policy
+from jaxllm import attention_choice, remat_policy
 from jaxllm.config import LAYER_KINDS, Architecture, Config, OptimizerConfig, check_types, field_paths
 from jaxllm.errors import UserError
 
@@ -116,6 +116,7 @@ def check(config: Config, model: Architecture) -> None:
         raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
     _check_mesh(config, model)
     remat_policy.parse(config.remat.policy)
+    attention_choice.require(config, model)
     if optimizer.warmup_steps > train.steps:
         raise UserError(
             f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) is more than config.train.steps "

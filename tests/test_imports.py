@@ -34,6 +34,7 @@ ORDER = [
     "architectures",
     "longrope",
     "config_checks",
+    "attention_choice",
     "remat_policy",
     "config",
     "errors",

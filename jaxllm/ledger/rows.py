@@ -105,6 +105,7 @@ class Ledger:
       rows: see Row.
       capacity_bytes: memory of one device; Unknown where nothing is known of the device.
       compute: JSON of `ledger.compute`: {"flops", "bytes", "roofline_seconds", "bound"}.
+      attention: which code computes it, and why, in a line.
     """
 
     task: str
@@ -115,6 +116,7 @@ class Ledger:
     rows: tuple[Row, ...]
     capacity_bytes: Figure = Unknown("no device was named")
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    attention: str = ""
 
     @functools.cached_property
     def _sums(self) -> dict[str, int]:
@@ -178,6 +180,7 @@ class Ledger:
             },
             "gaps": {},
             "compute": dict(self.compute),
+            "attention": self.attention,
         }
 
     @classmethod
@@ -192,6 +195,7 @@ class Ledger:
             rows=tuple(Row(**row) for row in value["rows"]),
             capacity_bytes=figure_from_json(value["capacity_bytes"]),
             compute=dict(value["compute"]),
+            attention=value["attention"],
         )
 
 

@@ -140,18 +140,12 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     one = block(setting)
     values, again = one.values, one.made_again(setting.remat.kept)
     chunk = setting.config.train.attention_chunk
-    scores, pairs = values["attn_probs"].bytes, setting.sequences * setting.length**2
-    if chunk:
-        scores, pairs = scores * chunk // setting.length, pairs * chunk // setting.length
-    probs = scores * c // FLOAT32
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
     whole = own * t
     inner = values["mlp_hidden"].bytes
     weights = setting.model.width * setting.model.mlp_width // t * c
     attention = [
-        ("scores and their gradient", scores, 2),
-        ("probabilities", probs, 2 if t > 1 or setting.stage >= 2 else 1),
-        ("mask", pairs, 1),
+        *_scores(setting),
         ("hidden states", whole, 4),
         ("queries", q, 4),
         ("keys and values", k, 4),
@@ -178,8 +172,28 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
             ("keys and values, other blocks", k, keys * others),
         ]
     if "attn_probs" in again and not chunk:
-        mlp += [("scores", scores, 1), ("probabilities", probs, 1)]
+        scores = values["attn_probs"].bytes
+        mlp += [("scores", scores, 1), ("probabilities", scores * c // FLOAT32, 1)]
     return attention, mlp
+
+
+def _scores(setting: Setting) -> Moment:
+    """What attention's gradients have of a number a pair of query and key; of kernels, a number a query."""
+    pairs = setting.sequences * setting.length**2
+    heads = setting.model.heads // setting.tensor
+    if setting.attention.implementation == "pallas":
+        return [("log sums of attention, and lost shares", setting.tokens * heads * FLOAT32, 2)]
+    if setting.attention.implementation == "cudnn":
+        return [("mask and its gradient", pairs * setting.compute, 2)]
+    chunk = setting.config.train.attention_chunk
+    if chunk:
+        pairs = pairs * chunk // setting.length
+    scores = pairs * heads * FLOAT32
+    return [
+        ("scores and their gradient", scores, 2),
+        ("probabilities", scores * setting.compute // FLOAT32, 2 if setting.tensor > 1 or setting.stage >= 2 else 1),
+        ("mask", pairs, 1),
+    ]
 
 
 def update_rows(setting: Setting) -> Iterator[Row]:
