@@ -39,8 +39,11 @@ def _zeros(setting: Setting, phase: str) -> Iterator[Row]:
     """Stacks of gradients that the loop over layers fills, which the scheduler makes of zeros long before.
 
     Seen where weights compute as they are stored, where several micro-batches add up mixed precision's gradients, and
-    with ZeRO's first two stages; elsewhere they are made after the loss.
+    with ZeRO's first two stages; elsewhere they are made after the loss, and so they are on one device where kernels
+    compute attention.
     """
+    if setting.devices == 1 and setting.attention.implementation == "pallas":
+        return
     several = setting.accumulates and setting.devices > 1
     if several or setting.stage in (1, 2) if setting.mixed else not setting.accumulates:
         count = gradient_numbers(setting, setting.select("layers"))
@@ -139,7 +142,7 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     c, t = setting.compute, setting.tensor
     one = block(setting)
     values, again = one.values, one.made_again(setting.remat.kept)
-    chunk = setting.config.train.attention_chunk
+    chunk, kernels = setting.config.train.attention_chunk, setting.attention.implementation == "pallas"
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
     whole = own * t
     inner = values["mlp_hidden"].bytes
@@ -153,7 +156,7 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     mlp = [
         ("MLP", inner, 5),
         ("weights of one MLP", weights, 2),
-        ("hidden states", whole, 5),
+        ("hidden states", whole, 7 if kernels and t > 1 and setting.stage == 3 else 5),
         ("queries", q, 4 if chunk else 2),
         ("keys and values", k, 3),
     ]
@@ -164,6 +167,8 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     others = len(setting.model.pattern) - 1
     if others and setting.group_size == 1:  # the pattern's other blocks are made again before the first gradient
         inners, hiddens, keys = (4, 5, 4) if setting.stage >= 2 else (1, 1, 0)
+        if kernels and t > 1 and setting.stage < 2:
+            inners, hiddens = 2, 4
         if setting.stage == 3:  # a block whose weights have to be put together waits for those of the one before
             others = 1
         mlp += [
