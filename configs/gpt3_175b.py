@@ -33,10 +33,9 @@ def get_config() -> Config:
     config.optimizer.weight_decay = 0.1
 
     config.precision.policy = "bf16"
-    config.remat.policy = "offload:attn_qkv,attn_context,resid_mid,mlp_up,mlp_gate"
+    config.remat.policy = "offload:attn_qkv,attn_context,attn_lse,resid_mid,mlp_up,mlp_gate"
     config.mesh.data, config.mesh.zero = 64, 3
     config.train.batch_size = 1536
     config.train.accumulate = 12
-    config.train.attention_chunk = 512
     config.train.steps = 95_000
     return config

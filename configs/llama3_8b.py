@@ -29,10 +29,9 @@ def get_config() -> Config:
     config.optimizer.weight_decay = 0.1
 
     config.precision.policy = "bf16"
-    config.remat.policy = "full"
+    config.remat.policy = "names:attn_qkv,attn_context,attn_lse,resid_mid,mlp_up,mlp_gate"
     config.mesh.data, config.mesh.zero = 8, 3
     config.train.batch_size = 128
-    config.train.accumulate = 4
-    config.train.attention_chunk = 512
+    config.train.accumulate = 16
     config.train.steps = 100_000
     return config

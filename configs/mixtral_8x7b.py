@@ -34,6 +34,5 @@ def get_config() -> Config:
     config.mesh.data, config.mesh.zero = 32, 3
     config.train.batch_size = 512
     config.train.accumulate = 2
-    config.train.attention_chunk = 512
     config.train.steps = 100_000
     return config

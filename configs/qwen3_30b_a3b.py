@@ -34,6 +34,5 @@ def get_config() -> Config:
     config.remat.policy = "full"
     config.mesh.data, config.mesh.zero = 16, 3
     config.train.batch_size = 256
-    config.train.attention_chunk = 512
     config.train.steps = 100_000
     return config

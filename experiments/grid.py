@@ -8,7 +8,7 @@ those whose state and kept activations, which the ledger knows to the byte, are 
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxllm import architectures, hardware
@@ -113,10 +113,39 @@ def cells(target: str, count: int) -> Iterator[Cell]:
             return
 
 
-def _draw(draw: random.Random, target: str) -> Config:
+# Of the cells whose attention is computed by kernels, what differs from the others.
+_KERNEL_MODELS = ("gpt2", "gpt2-xl", "llama3-8b", "llama3.2-1b", "gemma2-2b", "gemma2-9b", "qwen3-0.6b", "qwen3-8b")
+_KERNEL_COUNTS = {"h100": (1, 1, 2, 8, 8, 64), "v5e": (1, 4, 8, 16)}
+_KERNEL_REMATS = (
+    *("full", "none", "dots", "sqrt", "names:attn_context,attn_lse"),
+    *("names:attn_qkv,attn_context,attn_lse,resid_mid", "names:attn_qkv,attn_context,attn_lse,mlp_up,mlp_gate"),
+)
+
+
+def kernel_cells(target: str, count: int) -> Iterator[Cell]:
+    """The same of runs whose attention the kernels compute, with nothing of length × length: a draw of its own."""
+    draw = random.Random(f"{SEED} {target} kernels")
+    made = 0
+    for attempt in itertools.count():
+        config = _draw(draw, target, _KERNEL_MODELS, _KERNEL_COUNTS[target], _KERNEL_REMATS)
+        config.attention.implementation, config.train.attention_chunk = "pallas", 0
+        if made < count and _is_possible(config, target):
+            yield Cell(f"{target}-kernel-{attempt:05d}", target, config)
+            made += 1
+        if made == count:
+            return
+
+
+def _draw(
+    draw: random.Random,
+    target: str,
+    models: Sequence[str] = _MODELS,
+    counts: Sequence[int] = (),
+    remats: Sequence[str] = _REMATS,
+) -> Config:
     config = Config()
-    config.model.name = draw.choice(_MODELS)
-    count = draw.choice(COUNTS[target])
+    config.model.name = draw.choice(models)
+    count = draw.choice(counts or COUNTS[target])
     config.mesh.tensor = draw.choice([size for size in (1, 1, 1, 2, 4, 8) if count % size == 0])
     shares = count // config.mesh.tensor
     config.mesh.replica = draw.choice([size for size in (1, 1, 1, 1, 2) if shares % size == 0])
@@ -125,13 +154,14 @@ def _draw(draw: random.Random, target: str) -> Config:
     config.optimizer.name = draw.choice(_OPTIMIZERS)
     config.optimizer.moment_dtype = draw.choice(("float32", "float32", "float32", "bfloat16"))
     config.precision.policy = draw.choice(_POLICIES[target])
-    config.remat.policy = draw.choice(_REMATS)
+    config.remat.policy = draw.choice(remats)
     config.data.sequence_length = draw.choice(
         (128, 256, 512, 1024) if target == "cpu" else (512, 1024, 2048, 4096, 8192)
     )
     config.train.attention_chunk = draw.choice((0, 0, 128, 256, 512))
     config.train.loss_chunk = draw.choice((256, 512, 1024, 2048, 4096))
     config.train.accumulate = draw.choice((1, 1, 1, 2, 4, 8))
+    config.attention.implementation = "xla"  # what the first draw was compiled with; `kernel_cells` have kernels
     rows = draw.choice((1, 1, 2, 4, 8, 16))
     config.train.batch_size = rows * config.train.accumulate * config.mesh.replica * config.mesh.data
     return config

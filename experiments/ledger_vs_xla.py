@@ -2,6 +2,7 @@
 "fits" for what does not.
 
     python experiments/ledger_vs_xla.py --target h100 --cells 110     # compiles; needs the extra cuda12 (v5e: tpu)
+    python experiments/ledger_vs_xla.py --target h100 --kernels 24    # those whose attention our kernels compute
     python experiments/ledger_vs_xla.py --report                      # the statistics of what is there
 
 Compiles the cells of `grid.py` for each target, and keeps what XLA says of each in
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -56,11 +58,11 @@ def measure(cell: grid.Cell) -> dict[str, Any]:
     return {**figures, "refused": found.refused, "seconds": round(found.seconds, 1), "run": grid.overrides(cell.config)}
 
 
-def run(folder: pathlib.Path, target: str, count: int) -> None:
-    """Measures the first cells of a target that are not there yet."""
+def run(folder: pathlib.Path, target: str, cells: Iterable[grid.Cell]) -> None:
+    """Measures the cells of a target that are not there yet."""
     path = folder / f"ledger_vs_xla_{target}.json"
     kept = json.loads(path.read_text()) if path.exists() else {"target": target, "jax": jax.__version__, "cells": {}}
-    for cell in grid.cells(target, count):
+    for cell in cells:
         if cell.name in kept["cells"]:
             continue
         kept["cells"][cell.name] = told = measure(cell)
@@ -72,11 +74,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=grid.TARGETS, help="compile cells for it")
     parser.add_argument("--cells", type=int, default=100, help="how many, those that are there included")
+    parser.add_argument("--kernels", type=int, help="compile so many of those with kernels of attention instead")
     parser.add_argument("--report", action="store_true", help="statistics of all targets")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results")
     arguments = parser.parse_args()
     if arguments.target:
-        run(arguments.folder, arguments.target, arguments.cells)
+        cells = grid.cells(arguments.target, arguments.cells)
+        if arguments.kernels:
+            cells = grid.kernel_cells(arguments.target, arguments.kernels)
+        run(arguments.folder, arguments.target, cells)
     if arguments.report or not arguments.target:
         grid_report.report(arguments.folder)
 

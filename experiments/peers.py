@@ -107,7 +107,7 @@ def megatron(model: Architecture, config: Config, policy: str) -> Figure:
     """Weights, gradients and Adam's state, and activations.
 
     Sequence parallelism comes with tensor parallelism; ZeRO 1 is its distributed optimizer. Full recomputation lowers
-    nothing in its report; selective recomputation, of attention's scores, is our chunked attention.
+    nothing in its report; selective recomputation, of attention's scores, is our chunked attention and that of kernels.
     """
     data, tensor = config.mesh.data * config.mesh.replica, config.mesh.tensor
     if config.optimizer.name not in _ADAM or policy not in _MASTERS:
@@ -122,7 +122,8 @@ def megatron(model: Architecture, config: Config, policy: str) -> Figure:
     if split or config.optimizer.offload != "none":
         return Unknown(f"Megatron-LM's report knows no offload and no {split or config.optimizer.offload}")
     state = 6 + 12 / data if config.mesh.zero else 18
-    selective = tensor > 1 and config.remat.policy == "none" and config.train.attention_chunk > 0
+    no_scores = config.train.attention_chunk > 0 or config.attention.implementation in ("pallas", "cudnn")
+    selective = tensor > 1 and config.remat.policy == "none" and no_scores
     activations = (megatron_activations_selective if selective else megatron_activations)(
         model, _tokens(config), tensor
     )

@@ -57,13 +57,12 @@ _ALL_DATA: dict[str, Any] = {
     "mesh.zero": 3,
     "remat.policy": "full",
     "train.loss_chunk": 4096,
-    "train.attention_chunk": 512,
+    "train.attention_chunk": 0,
     "optimizer.offload": "none",
 }
 OBVIOUS: dict[str, dict[str, Any]] = {
     # One GPU, as nanoGPT does it: 16 sequences at a time and everything kept.
-    "gpt2_124m": _ALL_DATA
-    | {"mesh.zero": 0, "remat.policy": "none", "train.attention_chunk": 0, "train.accumulate": 32},
+    "gpt2_124m": _ALL_DATA | {"mesh.zero": 0, "remat.policy": "none", "train.accumulate": 32},
     "llama3_8b": _ALL_DATA | {"mesh.data": 8, "train.accumulate": 2},
     "llama3_70b": _ALL_DATA | {"mesh.data": 64, "train.accumulate": 2},
     "gpt3_175b": _ALL_DATA | {"mesh.data": 64, "train.accumulate": 12},

@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "optimizer.moment_dtype": ("float32", "bfloat16"),
     "optimizer.offload": ("none", "moments", "all"),
+    "attention.implementation": ("auto", "pallas", "cudnn", "xla"),
     "precision.policy": ("auto", "fp32", "bf16", "fp16", "bf16_pure"),
     "ledger.check": ("off", "warn", "strict"),
     "model.mlp": ("gelu", "swiglu", "geglu"),
@@ -186,6 +187,13 @@ class PrecisionConfig:
 
 
 @dataclasses.dataclass
+class AttentionConfig:
+    # What computes it in training and evaluation: pallas, our kernels for GPUs and TPUs | cudnn, NVIDIA's | xla, plain
+    # products | auto: pallas where its kernels can do it, else xla; the log says which and why
+    implementation: str = "auto"
+
+
+@dataclasses.dataclass
 class RematConfig:
     # What blocks keep for the backward pass. none: all of it | full: their inputs only | sqrt: the inputs of about
     # √layers of them | dots: the results of products with weights | names:a,b of the tags in jaxllm/model/remat.py |
@@ -218,7 +226,7 @@ class TrainConfig:
     batch_size: int = 8  # sequences a step, over all devices and micro-batches
     accumulate: int = 1  # micro-batches a step
     loss_chunk: int = 4096  # tokens of one device whose logits exist at one time
-    attention_chunk: int = 0  # queries of a sequence whose scores exist at one time; 0 is all of them
+    attention_chunk: int = 0  # xla: queries of a sequence whose scores exist at one time; 0 is all of them
     seed: int = 0  # of the initial weights
 
 
@@ -256,6 +264,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     remat: RematConfig = dataclasses.field(default_factory=RematConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)

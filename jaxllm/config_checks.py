@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from jaxllm import remat_policy
+from jaxllm import attention_choice, remat_policy
 from jaxllm.config import LAYER_KINDS, LORA_TARGETS, Architecture, Config, OptimizerConfig, check_types, field_paths
 from jaxllm.errors import UserError
 
@@ -118,6 +118,7 @@ def check(config: Config, model: Architecture) -> None:
     _check_mesh(config, model)
     _check_lora(config, model)
     remat_policy.parse(config.remat.policy)
+    attention_choice.require(config, model)
     if optimizer.warmup_steps > train.steps:
         raise UserError(
             f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) is more than config.train.steps "

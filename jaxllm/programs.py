@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm import remat_policy
+from jaxllm import attention_choice, remat_policy
 from jaxllm.config import Architecture, Config
 from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.decode import generate
@@ -52,12 +52,18 @@ class Program:
 
 
 def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
-    """All that a training step is made of, from the configuration."""
+    """All that a training step is made of, from the configuration.
+
+    Raises:
+      UserError: the configuration names an implementation of attention that cannot run so.
+    """
+    policy = policy_for(config.precision.policy, platform)
     return Recipe(
         model=model,
         optimizer=make_optimizer(config.optimizer, model, config.lora),
         schedule=make_schedule(config.optimizer, config.train.steps),
-        policy=policy_for(config.precision.policy, platform),
+        policy=policy,
+        attention=attention_choice.resolve(config, model, platform, policy.compute.name),
         remat=remat_policy.parse(config.remat.policy),
         clip_norm=config.optimizer.clip_norm,
         accumulate=config.train.accumulate,

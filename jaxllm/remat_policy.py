@@ -16,6 +16,7 @@ TAGS = (
     "attn_scores",
     "attn_probs",
     "attn_context",
+    "attn_lse",  # of the kernels: log of a query's sum of weights, beside attn_context
     "attn_out",
     "resid_mid",
     "mlp_norm",

@@ -39,6 +39,7 @@ ORDER = [
     "model_families",
     "longrope",
     "config_checks",
+    "attention_choice",
     "remat_policy",
     "config",
     "errors",

@@ -33,6 +33,7 @@ def test_json_is_one_object_and_no_cache_gives_the_same_tokens(workdir):
     bill = with_cache.stderr
     for part in ("ledger: llama3.2-1b (modified), ", "2 × 64 tokens", "weights ", "KV cache, full ", "fits: needs "):
         assert part in bill, part
+    assert "attention: of prompts xla, chunk by chunk; of new tokens xla (a cpu has no kernels)" in bill
     measured = next(line for line in bill.splitlines() if line.startswith("ledger: measured: "))
     assert measured.count("B (as billed)") == 2, "weights and cache are what the formulas say, to the byte"
     assert "prefill peak" in measured

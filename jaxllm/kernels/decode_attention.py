@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm import attention_choice
 from jaxllm.kernels import decode_gpu, decode_int8, decode_slots, decode_tpu, reference
 
 MOST_TOKENS = 8  # new ones of a row; more are a prefill
@@ -46,7 +47,7 @@ def decode_attention(
       capacity: tokens that a row may have; over S the cache is a ring, whose last S tokens alone are there.
       k_scale, v_scale: of an int8 cache; see `decode_int8`.
       platform: gpu | tpu: that kernel; cpu: the reference; auto: what the program is compiled for, by the
-        reference where that kernel has not got the head_dim or dtype.
+        reference where that kernel has not got the head_dim or dtype: as `attention_choice.decoding` says.
       interpret: runs the kernel's steps as plain JAX, on any device.
     Raises:
       ValueError: arguments that do not belong together, or that the platform's kernel has not got.
@@ -92,8 +93,9 @@ def _where_it_runs(*arrays: Any, **options: Any) -> Array:
 
     # All branches are traced wherever the program runs: what a kernel has not got is the reference's from the start.
     q, k = arrays[:2]
-    gpu = "cpu" if q.shape[-1] % decode_gpu.LEAST else "gpu"
-    tpu = "cpu" if jnp.float16 in (q.dtype, k.dtype) else "tpu"
+    dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k)]
+    chosen = {name: attention_choice.decoding(name, q.shape[-1], *dtypes) for name in ("gpu", "tpu")}
+    gpu, tpu = (name if one.implementation == "pallas" else "cpu" for name, one in chosen.items())
     return jax.lax.platform_dependent(*arrays, cuda=on(gpu), tpu=on(tpu), default=on("cpu"))
 
 

@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxllm.attention_choice import DECODE_HEAD_MULTIPLE
 from jaxllm.kernels import decode_slots
 
 # Large, finite: a difference of two of them is still finite.
 MASKED = -1e30
-LEAST = 16  # of each dimension of a product: a tensor core takes that many
+LEAST = DECODE_HEAD_MULTIPLE  # of each dimension of a product
 _MOST_ROWS = 64  # of queries in one program
 _PROGRAMS = 264  # two for each multiprocessor of an H100
 _TILE_BYTES = 16 * 2**10  # of keys in one step

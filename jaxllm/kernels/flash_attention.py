@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxllm.attention_choice import KERNEL_DTYPES, LARGEST_HEAD, LEAST_HEAD
 from jaxllm.errors import UserError
 from jaxllm.kernels import flash_mosaic_gpu, flash_tpu, flash_triton
 from jaxllm.kernels.flash_blocks import Tiles, tiles_for
@@ -26,8 +27,6 @@ BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = 
     },
     "tpu": {"mosaic": (flash_tpu.forward, flash_tpu.backward)},
 }
-DTYPES = {"gpu": ("float32", "bfloat16", "float16"), "tpu": ("float32", "bfloat16")}
-_LEAST_HEAD, _LARGEST_HEAD = 16, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +129,14 @@ def _require(
         raise UserError(f"attention kernels take q [B,T,N,H], k and v [B,K,S,H], not {shapes}")
     if N % K:
         raise UserError(f"{N} query heads are not a multiple of {K} key heads ({shapes})")
-    if not _LEAST_HEAD <= H <= _LARGEST_HEAD:
+    if not LEAST_HEAD <= H <= LARGEST_HEAD:
         raise UserError(
-            f"attention kernels are for head_dim {_LEAST_HEAD} to {_LARGEST_HEAD}, not {H}; use implementation=xla"
+            f"attention kernels are for head_dim {LEAST_HEAD} to {LARGEST_HEAD}, not {H}; use implementation=xla"
         )
-    if not q.dtype == k.dtype == v.dtype or str(jnp.dtype(q.dtype)) not in DTYPES[platform]:
+    if not q.dtype == k.dtype == v.dtype or str(jnp.dtype(q.dtype)) not in KERNEL_DTYPES[platform]:
         raise UserError(
-            f"attention kernels for {platform} take q, k and v of one type of {', '.join(DTYPES[platform])}, not "
-            f"{q.dtype}, {k.dtype}, {v.dtype}; use implementation=xla"
+            f"attention kernels for {platform} take q, k and v of one type of {', '.join(KERNEL_DTYPES[platform])}, "
+            f"not {q.dtype}, {k.dtype}, {v.dtype}; use implementation=xla"
         )
     if (q_segments is None) != (k_segments is None):
         raise UserError("attention takes segments of both queries and keys, or of neither")

@@ -4,7 +4,8 @@ A multiply and an add are two FLOPs, and only matrix products are counted: 2 a w
 twice that backward. Attention is 4·N·H a query and key (scores, and their product with the values), in one of
 two conventions, named wherever a figure is given:
 
-    executed   all pairs that the program's attention multiplies: T × S of the reference, windows and masks or not
+    executed   all pairs that the program's attention multiplies: T × S of the reference, windows and masks or not; of
+               a kernel those that may be seen (its tiles at the mask's edge have some beside, a tile over T of them)
     model      the pairs a query may see: (T + 1) / 2 of T on average, fewer in a sliding layer
 
 Executed FLOPs make the roofline (`ledger.roofline`), recomputation included: they are one device's, and its share of
@@ -23,7 +24,7 @@ from jaxllm.config import Architecture, Config, LoraConfig
 from jaxllm.ledger import formats
 from jaxllm.ledger import setting as setting_lib
 from jaxllm.ledger.activations import head_numbers
-from jaxllm.ledger.dataflow import BLOCK_INPUT, Block, block
+from jaxllm.ledger.dataflow import BLOCK_INPUT, Block, block, kinds, visible_pairs
 from jaxllm.ledger.layout import NO_LORA, Lora
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.setting import FLOAT32, Layout, Setting
@@ -85,18 +86,8 @@ def _active(spec: ParamSpec, model: Architecture) -> int:
     return spec.size
 
 
-def _kinds(model: Architecture) -> list[str]:
-    return [*model.pattern * model.repeats, *model.tail]
-
-
 def _pair_flops(model: Architecture) -> int:
     return 4 * model.heads * model.head_dim
-
-
-def visible_pairs(model: Architecture, kind: str, length: int) -> int:
-    """Pairs of a query and a key that it may see, over one sequence in one layer."""
-    seen = min(model.window, length) if kind == "sliding" else length
-    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(model: Architecture, sequences: int, length: int) -> int:
@@ -110,7 +101,7 @@ def model_flops_per_token(model: Architecture, sequence_length: int, lora: Lora 
 
     Beside adapters, which are trained, N has no gradient of its own: 4 · N.
     """
-    pairs = sum(visible_pairs(model, kind, sequence_length) for kind in _kinds(model))
+    pairs = sum(visible_pairs(model, kind, sequence_length) for kind in kinds(model))
     attention, products = _pair_flops(model) * pairs / sequence_length, 2 * product_parameters(model)
     if lora == NO_LORA:
         return 3 * (products + attention)
@@ -133,9 +124,10 @@ def step(setting: Setting) -> Work:
 
     Each product has two in the backward pass, one for each of its factors; one with a frozen weight has one. What a
     remat policy does not keep and the backward pass needs is made once more (`ledger.dataflow`), and the scores of
-    chunked attention for each chunk's gradients. The head's gradients are taken where its logits are, so it is never
-    computed again. `tensor` divides the products, the router's and the second of each adapter aside, and `replica` and
-    `data` the tokens.
+    chunked attention for each chunk's gradients; so is what kernels of attention make again for theirs
+    (`Block.flops_of_scores`). The head's gradients are taken where its logits are, so it is never computed again.
+    `tensor` divides the products, the router's and the second of each adapter aside, and `replica` and `data` the
+    tokens.
 
     The bytes are: weights read in each pass of each micro-batch, and cast once from their masters; their gradients
     written and read; activations as `_activation_bytes` says; the logits and their gradient written and read; and by
@@ -144,10 +136,11 @@ def step(setting: Setting) -> Work:
     accumulate = setting.config.train.accumulate
     forward = setting.model.layers * block(setting).flops + head_flops(setting)
     again = recomputed_flops(setting)
+    scores = setting.model.layers * block(setting).flops_of_scores
     frozen = setting.model.layers * block(setting).frozen_flops
     if setting.layout.frozen:
         frozen += head_flops(setting)
-    flops = {"forward": forward, "backward": 2 * forward - frozen, "recomputation": again}
+    flops = {"forward": forward, "backward": 2 * forward - frozen, "recomputation": again + scores}
     executed = {part: accumulate * count for part, count in flops.items()}
     whole, updated = setting.total("computing"), setting.total("moment", trained=True)
     trained = setting.total("computing", trained=True)
@@ -241,7 +234,7 @@ def decode_token(model: Architecture, batch: int, length: int, weight_dtype: str
 
     Executed FLOPs: each new token with every slot of the cache.
     """
-    slots = sum(cache_slots(model, kind, length) for kind in _kinds(model))
+    slots = sum(cache_slots(model, kind, length) for kind in kinds(model))
     flops = batch * (2 * product_parameters(model) + _pair_flops(model) * slots)
     weights, cache = _weight_bytes(model, batch, weight_dtype), _cache_bytes(model, batch, length, cache_dtype)
     return Work({"forward": flops}, {"weights": weights, "KV cache": cache}, batch)
@@ -250,7 +243,7 @@ def decode_token(model: Architecture, batch: int, length: int, weight_dtype: str
 def _cache_bytes(model: Architecture, batch: int, length: int, dtype: str) -> int:
     """Of the keys and values of sequences of so many tokens, and their scales; a sliding layer has its window's."""
     itemsize, scale = formats.cache_itemsize(dtype)
-    slots = sum(cache_slots(model, kind, length) for kind in _kinds(model))
+    slots = sum(cache_slots(model, kind, length) for kind in kinds(model))
     return 2 * batch * slots * model.kv_heads * (model.head_dim * itemsize + scale)
 
 

@@ -11,6 +11,7 @@ a token (1 where the MLP is dense):
     attn_scores   q, k (kept with a soft cap only)     2·M·N/t·T·H          M·N/t·T·4
     attn_probs    attn_scores (kept only whole)                             M·N/t·T·4
     attn_context  attn_probs, v                        2·M·N/t·T·H          M·N/t·H·c
+    attn_lse      the kernel, see below                                     M·N/t·4
     attn_out      attn_context                         2·M·N/t·H·D          M/t·D·c
     resid_mid     block_input, attn_out                                     M/t·D·c
     mlp_norm      resid_mid                                                 M/t·D·c
@@ -20,6 +21,12 @@ a token (1 where the MLP is dense):
     mlp_out       mlp_hidden or mlp_down               2·M·F/t·D            M/t·D·c
     routing       mlp_norm gathered                    2·M·D·E              never kept
     w, through A  what w multiplies                    2·M·inputs·r         M·r·c         tag lora
+
+Where kernels compute attention there are no scores and no probabilities. One kernel makes attn_context and attn_lse of
+q, k and v, with the products of both over the pairs that a query may see (P of a sequence's T² on average of all
+layers): 4·M·N/t·H·P/T. Its backward pass reads what it read and made, and makes the scores, and the gradients of the
+probabilities, once for queries and once for keys: seven products where plain attention has four. cuDNN's has five, and
+what it keeps between the passes has no name: its forward pass always runs again.
 
 With `norm_placement` "post", attn_norm and mlp_norm are not there: attn_inputs is made of block_input, mlp_inputs of
 resid_mid. With experts, M·X is the number of rows in `rows_of_experts`: those of each expert fill up whole blocks.
@@ -70,13 +77,13 @@ class Block:
     """A block's values by name, and those that its backward pass reads.
 
     Attributes:
-      chunked: whether attention takes its queries in chunks, each of which makes its scores once more for its own
-        gradients (Rabe & Staats 2021).
+      attention: whole | chunked: its queries in chunks, each of which makes its scores once more for its own gradients
+        (Rabe & Staats 2021) | pallas | cudnn.
     """
 
     values: Mapping[str, Value]
     read: tuple[str, ...]
-    chunked: bool
+    attention: str
 
     def kept(self, tags: tuple[str, ...]) -> dict[str, int]:
         """Tag -> bytes that wait for the backward pass, the block's input aside."""
@@ -99,9 +106,16 @@ class Block:
         again = self.made_again(tags)
         flops = sum(value.flops for value in again.values())
         # The chunks' own scores; the others are for the context, where that is not kept.
-        if self.chunked and "attn_scores" in again and "attn_context" in again:
+        if self.attention == "chunked" and "attn_scores" in again and "attn_context" in again:
             flops += again["attn_scores"].flops
         return flops
+
+    @property
+    def flops_of_scores(self) -> int:
+        """Of the products that kernels' backward passes have beside two for each of the forward pass: scores, and
+        gradients of probabilities, made again. A kernel's forward pass has two products."""
+        more = {"pallas": 3, "cudnn": 1}.get(self.attention, 0)
+        return more * self.values["attn_kernel"].flops // 2 if more else 0
 
     @functools.cached_property
     def _found(self) -> dict[tuple[str, ...], tuple[list[str], list[str]]]:
@@ -145,15 +159,23 @@ class Block:
 
 def block(setting: Setting) -> Block:
     """The block of a run's model; all layers are alike to it, windows and all."""
+    attention = setting.attention.implementation
+    if attention == "xla":
+        attention = "chunked" if setting.config.train.attention_chunk else "whole"
     return _block(
-        setting.model,
-        setting.tokens,
-        setting.length,
-        setting.tensor,
-        setting.compute,
-        setting.config.train.attention_chunk > 0,
-        setting.lora,
+        setting.model, setting.tokens, setting.length, setting.tensor, setting.compute, attention, setting.lora
     )
+
+
+def visible_pairs(model: Architecture, kind: str, length: int) -> int:
+    """Pairs of a query and a key that it may see, over one sequence in one layer."""
+    seen = min(model.window, length) if kind == "sliding" else length
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def kinds(model: Architecture) -> list[str]:
+    """Of all layers."""
+    return [*model.pattern * model.repeats, *model.tail]
 
 
 def rows_of_experts(assignments: int, experts: int) -> int:
@@ -169,12 +191,12 @@ def rows_of_experts(assignments: int, experts: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _block(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool, lora: Lora) -> Block:
-    block = _plain(model, M, T, t, c, chunked)
+def _block(model: Architecture, M: int, T: int, t: int, c: int, attention: str, lora: Lora) -> Block:
+    block = _plain(model, M, T, t, c, attention)
     return block if lora == NO_LORA else _with_adapters(block, model, M, t, c, lora)
 
 
-def _plain(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -> Block:
+def _plain(model: Architecture, M: int, T: int, t: int, c: int, attention: str) -> Block:
     D, H, N, K = model.width, model.head_dim, model.heads // t, model.kv_heads // t
     own = M // t * D * c
     everyone = M * D if t > 1 else 0
@@ -191,13 +213,9 @@ def _plain(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -
             values[name] = Value((f"{name}, before its norm",), 0, size, "attn_qkv")
         else:
             values[name] = Value(("attn_inputs",), flops, size, "attn_qkv")
-    pairs, scores = 2 * M * N * T * H, M * N * T * FLOAT32
+    found, of_attention = _attention(model, M, T, N, c, attention)
+    values |= found
     values |= {
-        "attn_scores": Value(
-            ("q", "k"), pairs, scores, "attn_scores" if model.attention_softcap and not chunked else ""
-        ),
-        "attn_probs": Value(("attn_scores",), 0, scores, "" if chunked else "attn_probs"),
-        "attn_context": Value(("attn_probs", "v"), pairs, M * N * H * c, "attn_context"),
         "attn_out": Value(("attn_context",), 2 * M * N * H * D, own, "attn_out", everyone),
         "resid_mid": Value((BLOCK_INPUT, "attn_out"), 0, own, "resid_mid"),
         "mlp_inputs": Value((mlp_of,), moved=everyone),
@@ -205,15 +223,39 @@ def _plain(model: Architecture, M: int, T: int, t: int, c: int, chunked: bool) -
     if model.norm_placement != "post":
         values["mlp_norm"] = Value(("resid_mid",), 0, own, "mlp_norm")
     read = [BLOCK_INPUT] if model.norm_placement != "post" else []
-    read += ["attn_inputs", "q", "k", "v", "attn_probs", "attn_context", "resid_mid", "mlp_inputs"]
+    read += ["attn_inputs", "q", "k", "v", *of_attention, "resid_mid", "mlp_inputs"]
     if model.qk_norm:
         read += ["q, before its norm", "k, before its norm"]
-    if model.attention_softcap:
-        read.append("attn_scores")
     if model.norm_placement != "pre":
         read += ["attn_out", "mlp_out"]
     more, reads = _mlp(model, M, t, c)
-    return Block(values | more, (*read, *reads), chunked)
+    return Block(values | more, (*read, *reads), attention)
+
+
+def _attention(
+    model: Architecture, M: int, T: int, N: int, c: int, attention: str
+) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """(from q, k and v to the context, what of it the backward pass reads), of N heads."""
+    H, softcap = model.head_dim, model.attention_softcap
+    context, pairs, scores = M * N * H * c, 2 * M * N * T * H, M * N * T * FLOAT32
+    if attention in ("pallas", "cudnn"):
+        seen = sum(visible_pairs(model, kind, T) for kind in kinds(model))
+        flops = -(-4 * M // T * N * H * seen // model.layers)
+        values = {
+            "attn_kernel": Value(("q", "k", "v"), flops),
+            "attn_context": Value(("attn_kernel",), 0, context, "attn_context"),
+        }
+        if attention == "cudnn":
+            return values, ("attn_kernel", "attn_context")
+        values["attn_lse"] = Value(("attn_kernel",), 0, M * N * FLOAT32, "attn_lse")
+        return values, ("attn_context", "attn_lse")
+    chunked = attention == "chunked"
+    values = {
+        "attn_scores": Value(("q", "k"), pairs, scores, "attn_scores" if softcap and not chunked else ""),
+        "attn_probs": Value(("attn_scores",), 0, scores, "" if chunked else "attn_probs"),
+        "attn_context": Value(("attn_probs", "v"), pairs, context, "attn_context"),
+    }
+    return values, ("attn_probs", "attn_context", *(("attn_scores",) if softcap else ()))
 
 
 # A projection with an adapter -> (the value that it makes, what it multiplies).
@@ -226,18 +268,22 @@ _ADAPTED = {
     "up": ("mlp_up", "mlp_inputs"),
     "down": ("mlp_out", "mlp_hidden"),
 }
-# What the backward pass reads for gradients of weights alone.
-_FOR_WEIGHTS = ("attn_inputs", "attn_context", "mlp_inputs", "mlp_hidden")
+# Products of activations with each other.
+_OF_ATTENTION = ("attn_scores", "attn_context", "attn_kernel")
+# What the backward pass reads for gradients of weights alone; kernels of attention read what they made besides.
+_FOR_WEIGHTS = ("attn_inputs", "mlp_inputs", "mlp_hidden")
 
 
 def _with_adapters(block: Block, model: Architecture, M: int, t: int, c: int, lora: Lora) -> Block:
     """The block with its weights frozen and adapters beside some of them."""
     rank, targets = lora
     values = {
-        name: dataclasses.replace(value, frozen=0 if name in ("attn_scores", "attn_context") else value.flops)
+        name: dataclasses.replace(value, frozen=0 if name in _OF_ATTENTION else value.flops)
         for name, value in block.values.items()
     }
     for_weights = {*_FOR_WEIGHTS, *(("resid_mid",) if model.norm_placement == "post" else ())}
+    if block.attention in ("whole", "chunked"):
+        for_weights.add("attn_context")
     read = [name for name in block.read if name not in for_weights]
     H, D, F = model.head_dim, model.width, model.mlp_width // t
     heads, keys = model.heads // t * H, model.kv_heads // t * H
@@ -253,7 +299,7 @@ def _with_adapters(block: Block, model: Architecture, M: int, t: int, c: int, lo
             made, inputs=(*made.inputs, through), flops=made.flops + 2 * M * rank * outputs
         )
         read += [of, through]
-    return Block(values, tuple(read), block.chunked)
+    return Block(values, tuple(read), block.attention)
 
 
 def _mlp(model: Architecture, M: int, t: int, c: int) -> tuple[dict[str, Value], tuple[str, ...]]:

@@ -3,6 +3,7 @@
 Exact: the persistent phase. Approximate: the workspaces of prefill and decode (`ledger.inference_workspaces`).
 """
 
+from jaxllm import attention_choice
 from jaxllm.config import Architecture
 from jaxllm.ledger import formats, rows
 from jaxllm.ledger.formats import ITEMSIZE as ITEMSIZE
@@ -52,7 +53,15 @@ def inference(
     if prompt_logprobs:
         made += _scoring(model, batch, chunk)
     parameters = sum(spec.size for spec in leaves(param_specs(model)))
-    return Ledger("infer", name, parameters, "", 1, tuple(made))
+    line = _attention_line(model, (weight_dtype, cache_dtype), platform)
+    return Ledger("infer", name, parameters, "", 1, tuple(made), attention=line)
+
+
+def _attention_line(model: Architecture, held: tuple[str, ...], platform: str) -> str:
+    """Which code computes attention of prompts and of new tokens, and why."""
+    dtypes = ("float16" if name == "fp16" else name for name in held)
+    of_tokens = attention_choice.decoding(platform, model.head_dim, *dtypes)
+    return f"attention: of prompts xla, chunk by chunk; of new tokens {of_tokens.implementation} ({of_tokens.why})"
 
 
 def weight_rows(model: Architecture, weight_dtype: str) -> list[Row]:

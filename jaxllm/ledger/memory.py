@@ -30,14 +30,21 @@ def training(model: Architecture, config: Config, policy_name: str, platform: st
       platform: cpu | gpu | tpu. XLA's CPU backend multiplies no bfloat16 numbers and no ragged groups: it makes
         both from plain float32 products.
     Raises:
-      UserError: an array cannot be split as the mesh wants it.
+      UserError: an array cannot be split as the mesh wants it, or attention not be computed as the configuration says.
     """
     setting = setting_lib.make(model, config, policy_name, platform)
     made = (*state_rows(setting), *step_rows(setting))
     parameters = sum(parameter.spec.size for parameter in setting.parameters)
     trained = sum(parameter.spec.size for parameter in setting.trained)
     return Ledger(
-        "train", config.model.name, parameters, "", setting.devices, tuple(_device_then_host(made)), trained=trained
+        "train",
+        config.model.name,
+        parameters,
+        "",
+        setting.devices,
+        tuple(_device_then_host(made)),
+        trained=trained,
+        attention=setting.attention.line,
     )
 
 

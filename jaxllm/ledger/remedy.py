@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxllm import config_checks
+from jaxllm import attention_choice, config_checks
 from jaxllm.config import Architecture, Config, field_paths
 from jaxllm.errors import UserError
 from jaxllm.hardware import Device
@@ -53,7 +53,7 @@ def remedy(config: Config, model: Architecture, device: Device, available_bytes:
 
     None where the formulas know of none: a larger device, more of them or a smaller model are needed.
     """
-    families = [list(family) for family in _families(config, model)]
+    families = [list(family) for family in _families(config, model, device)]
     singles = (change for family in families for change in family)
     pairs = (
         {**one, **other}
@@ -78,10 +78,11 @@ def _weakest_first(
             yield from itertools.product(a, b)
 
 
-def _families(config: Config, model: Architecture) -> Iterator[Iterator[Change]]:
+def _families(config: Config, model: Architecture, device: Device) -> Iterator[Iterator[Change]]:
     """The kinds of change, cheapest first; in each, the smallest first."""
     yield _loss_chunks(config)
-    yield _attention_chunks(config)
+    # Where kernels compute attention, there are no scores to cut.
+    yield _attention_chunks(config) if _has_scores(config, model, device) else iter(())
     yield _micro_batches(config)
     kept = ("none", "dots", "full")
     policy = config.remat.policy
@@ -106,6 +107,11 @@ def _loss_chunks(config: Config) -> Iterator[Change]:
 def _half(chunk: int) -> int:
     """The largest power of two that is smaller."""
     return 1 << (chunk - 1).bit_length() - 1 if chunk > 1 else 0
+
+
+def _has_scores(config: Config, model: Architecture, device: Device) -> bool:
+    dtype = policy_for(config.precision.policy, device.platform).compute.name
+    return attention_choice.resolve(config, model, device.platform, dtype).implementation == "xla"
 
 
 def _attention_chunks(config: Config) -> Iterator[Change]:

@@ -51,6 +51,8 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     _say(console, verdict(ledger, notes, device.held_back))
     if ledger.compute:
         _say(console, work(ledger.compute, notes))
+    if ledger.attention:
+        _say(console, ledger.attention)
     _footnotes(console, notes)
     _say(console, f"Device: {device.source}")
 

@@ -106,6 +106,7 @@ class Ledger:
       capacity_bytes: memory of one device; Unknown where nothing is known of the device.
       compute: JSON of `ledger.compute`: {"flops", "bytes", "roofline_seconds", "bound"}.
       trained: parameters that a training run updates, of all; None where nothing is trained.
+      attention: which code computes it, and why, in a line.
     """
 
     task: str
@@ -117,6 +118,7 @@ class Ledger:
     capacity_bytes: Figure = Unknown("no device was named")
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trained: int | None = None
+    attention: str = ""
 
     @functools.cached_property
     def _sums(self) -> dict[str, int]:
@@ -181,6 +183,7 @@ class Ledger:
             },
             "gaps": {},
             "compute": dict(self.compute),
+            "attention": self.attention,
         }
 
     @classmethod
@@ -196,6 +199,7 @@ class Ledger:
             capacity_bytes=figure_from_json(value["capacity_bytes"]),
             compute=dict(value["compute"]),
             trained=value.get("trained_parameters"),
+            attention=value["attention"],
         )
 
 

@@ -59,7 +59,7 @@ class SamplingBill:
         told.append(f"  {report.verdict(ledger)}; on {self._device.name}")
         if isinstance(self._held, int) and self._held and self._device.platform != "cpu":
             told[-1] += f", of which others hold {format_bytes(self._held)} more"
-        return told
+        return [*told, f"  {ledger.attention}"]
 
     def room(self) -> Room | Unknown:
         """Whether it fits, and the largest that would."""

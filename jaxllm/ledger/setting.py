@@ -8,8 +8,9 @@ import functools
 import math
 from collections.abc import Iterable
 
-from jaxllm import config_checks, remat_policy
+from jaxllm import attention_choice, config_checks, remat_policy
 from jaxllm import mesh as mesh_lib
+from jaxllm.attention_choice import Attention
 from jaxllm.config import Architecture, Config
 from jaxllm.ledger.counts import Count
 from jaxllm.ledger.layout import NO_LORA, Lora, Of, layout_of
@@ -22,6 +23,7 @@ from jaxllm.remat_policy import RematPolicy
 FLOAT32 = 4
 # Policy -> bytes of a number that computes, and of a stored weight.
 _ITEMSIZES = {"fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "bf16_pure": (2, 2)}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16"}
 _MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
@@ -35,6 +37,7 @@ class Setting:
       compute, store, moment: bytes of a number that computes, of a stored weight, of a moment.
       layout: where each array lies.
       remat: what blocks keep.
+      attention: what computes it.
     """
 
     model: Architecture
@@ -46,6 +49,7 @@ class Setting:
     moment: int
     layout: Layout
     remat: RematPolicy
+    attention: Attention
 
     @functools.cached_property
     def mesh(self) -> dict[str, int]:
@@ -152,7 +156,8 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Set
     Args:
       policy: of precision, resolved: fp32 | bf16 | fp16 | bf16_pure.
     Raises:
-      UserError: an array cannot be split as the mesh wants it, or not be updated so; names it.
+      UserError: an array cannot be split as the mesh wants it, or not be updated so; names it. Or attention cannot be
+        computed as the configuration says.
     """
     compute, store = _ITEMSIZES[policy]
     mixed, stage = store != compute, config.mesh.zero
@@ -177,4 +182,5 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Set
         moment=_MOMENT_ITEMSIZES[config.optimizer.moment_dtype],
         layout=layout,
         remat=remat_policy.parse(config.remat.policy),
+        attention=attention_choice.resolve(config, model, platform, _DTYPES[policy]),
     )

@@ -6,8 +6,11 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.attention_choice import Attention
 from jaxllm.config import Architecture
 from jaxllm.kernels import reference
+from jaxllm.kernels.cudnn_attention import cudnn_attention
+from jaxllm.kernels.flash_attention import flash_attention
 from jaxllm.model.layer_cache import LayerCache
 from jaxllm.model.layers import align, norm, norm_over_heads, project, rotate
 from jaxllm.model.partition import WHOLE, Partition
@@ -22,14 +25,16 @@ class Span:
       segments: tokens attend within one segment only; None where a row is one sequence.
       valid: False for padding, which is never written to a cache; None where every token is real.
       angles: rotary (cos, sin) of each layer kind that is rotated; empty for learned positions.
-      chunk: queries whose scores exist at one time; 0 is all of them.
+      attention: what computes it where there is no cache.
+      chunk: of xla: queries whose scores exist at one time; 0 is all of them.
     """
 
     positions: Int[Array, "B T"]
     segments: Int[Array, "B T"] | None
     valid: Bool[Array, "B T"] | None
     angles: dict[str, tuple[Array, Array]]
-    chunk: int = 0
+    attention: Attention
+    chunk: int
 
 
 def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -> Array:
@@ -72,15 +77,45 @@ def attention(
 
     window = model.window if kind == "sliding" else 0
     scale, softcap = model.attention_scale, model.attention_softcap
-    places = (span.positions, span.positions, span.segments, span.segments)
     if cache is not None:
         y, cache = cache.attend(q, k, v, span.positions, span.valid, window=window, scale=scale, softcap=softcap)
-    elif span.chunk:
-        y = reference.chunked_attention(q, k, v, *places, window=window, scale=scale, softcap=softcap, chunk=span.chunk)
     else:
-        y = reference.attention(q, k, v, reference.attention_mask(*places, window), scale=scale, softcap=softcap)
-    y = checkpoint_name(y, "attn_context")
+        y = _among_themselves(q, k, v, span, window, scale, softcap)
     y = partition.leave(project(y, params, "out", fan_in=2))
     if model.out_bias:
         y = y + align(params["out_bias"], y)
     return checkpoint_name(y, "attn_out"), cache
+
+
+def _among_themselves(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    span: Span,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> Float[Array, "B T N H"]:
+    """Each token over those before it in its segment, by the implementation that was chosen; named `attn_context`."""
+    chosen = span.attention
+    if chosen.implementation == "pallas":
+        # Positions grow by one from token to token of a segment, so that places in the row tell as much. The kernel
+        # names what it gives itself: what its backward pass reads is what a policy keeps.
+        return flash_attention(
+            *(q, k, v, span.segments, span.segments),
+            causal=True,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            platform=chosen.platform,
+            interpret=chosen.interpret,
+        )
+    places = (span.positions, span.positions, span.segments, span.segments)
+    if chosen.implementation == "cudnn":
+        assert not softcap, "attention_choice refuses it"
+        y = cudnn_attention(q, k, v, span.segments, window=window, scale=scale)
+    elif span.chunk:
+        y = reference.chunked_attention(q, k, v, *places, window=window, scale=scale, softcap=softcap, chunk=span.chunk)
+    else:
+        y = reference.attention(q, k, v, reference.attention_mask(*places, window), scale=scale, softcap=softcap)
+    return checkpoint_name(y, "attn_context")

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.attention_choice import PLAIN, Attention
 from jaxllm.config import Architecture
 from jaxllm.model import layers, stack
 from jaxllm.model.attention import LayerCache, Span
@@ -91,6 +92,7 @@ def forward(
     segments: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     remat: RematPolicy = NOTHING,
+    attention: Attention = PLAIN,
     attention_chunk: int = 0,
     partition: Partition = WHOLE,
     cache: Params | None = None,
@@ -104,7 +106,8 @@ def forward(
       segments: packed sequences: tokens attend within their segment; 0 is padding.
       valid: with a cache: False for padding tokens.
       remat: what blocks keep for the backward pass.
-      attention_chunk: queries whose scores exist at one time, where there is no cache; 0 is all of them.
+      attention: what computes it, where there is no cache.
+      attention_chunk: of xla: queries whose scores exist at one time, where there is no cache; 0 is all of them.
       partition: the devices that the model is spread over.
       cache: the tree of `specs.cache_specs`, holding `lengths` tokens a row of at most `capacity`.
     Returns:
@@ -112,7 +115,7 @@ def forward(
       mean over layers).
     """
     angles = _angles(positions, segments, model, capacity if cache is not None else 0)
-    span = Span(positions, segments, valid, angles, attention_chunk)
+    span = Span(positions, segments, valid, angles, attention, attention_chunk)
     real = jnp.ones(tokens.shape, bool)
     if segments is not None:
         real = segments > 0

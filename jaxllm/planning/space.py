@@ -10,7 +10,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from jaxllm import attention_choice
 from jaxllm.config import Architecture, Config
+from jaxllm.errors import UserError
+from jaxllm.train.precision import policy_for
 
 # Tensor parallelism exchanges activations in every layer, so it stays within a host: 8 devices.
 LARGEST_TENSOR = 8
@@ -135,18 +138,37 @@ class Space:
                 if data > 1:
                     yield from ((rows // data, data, tensor, zero) for zero in (1, 2, 3))
 
+    @functools.cached_property
+    def has_scores(self) -> bool:
+        """Whether attention has scores that could be cut into chunks: not where kernels compute it."""
+        plain = self.configured(
+            Choice(1, 1, 1, 0, 1, "full", 0, CHUNKS[0][0], "none", *self.moments[:1], *self.precisions[:1])
+        )
+        dtype = policy_for(self.precisions[0], self.platform).compute.name
+        try:
+            return attention_choice.resolve(plain, self.model, self.platform, dtype).implementation == "xla"
+        except UserError:  # the implementation cannot run: no choice will do
+            return True
+
+    @property
+    def policies(self) -> list[str]:
+        """Of remat. What waits of a kernel beside its output are its log sums: one without the other saves no work."""
+        policies = [policy for policy in self.remats if self.platform != "cpu" or not policy.startswith("offload")]
+        if self.has_scores:
+            return policies
+        return [policy.replace("attn_context", "attn_context,attn_lse") for policy in policies]
+
     def families(self) -> Iterator[Iterator[Choice]]:
         """Choices in families that differ only in what saves memory and no time; in each the simplest first.
 
         Chunks of logits and scores can be smaller for nothing but a longer loop, and offloading takes time on the
         host's link. So the first choice of a family that fits is the best of the family.
         """
-        remats = [policy for policy in self.remats if self.platform != "cpu" or not policy.startswith("offload")]
-        attentions = (False, True) if self._chunk(CHUNKS[0][1]) else (False,)
+        attentions = (False, True) if self.has_scores and self._chunk(CHUNKS[0][1]) else (False,)
         for mesh in self.meshes():
             rows = self.base.train.batch_size // (mesh[0] * mesh[1])
             accumulations = _divisors(rows)[-1:] if self.smallest_only else _divisors(rows)
-            others = itertools.product(accumulations, remats, attentions, self.moments, self.precisions)
+            others = itertools.product(accumulations, self.policies, attentions, self.moments, self.precisions)
             yield from (self._family(mesh, *other) for other in others)
 
     def _family(

@@ -37,7 +37,7 @@ _STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 _FREE = (
     *("train.steps", "train.accumulate", "train.loss_chunk", "train.attention_chunk"),
     *("optimizer.offload", "optimizer.moment_dtype"),
-    *("mesh.", "remat.", "precision.", "checkpoint.", "eval.", "log.", "ledger."),
+    *("mesh.", "attention.", "remat.", "precision.", "checkpoint.", "eval.", "log.", "ledger."),
     "init_from",  # read once, before the first step
 )
 

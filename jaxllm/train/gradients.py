@@ -54,6 +54,7 @@ def loss_sums(
         model,
         segments=batch["segment_ids"],
         remat=recipe.remat,
+        attention=recipe.attention,
         attention_chunk=recipe.attention_chunk,
         partition=partition,
     )

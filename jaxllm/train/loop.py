@@ -137,7 +137,8 @@ class Trainer:
         recorded = self._workdir if self._job.leads else None
         with MetricsWriter(recorded, first, config.log.tensorboard) as metrics, Stop(self._job, first) as stop:
             self._watch.tick, self._watch.is_hurried = stop.tick, lambda: stop.is_agreeing
-            metrics.write("event", first, event="resume" if first else "start", jax=jax.__version__)
+            told = {"jax": jax.__version__, "attention": self._recipe.attention.line}
+            metrics.write("event", first, event="resume" if first else "start", **told)
             return self._steps(first, state, train_step, eval_step, checkpoints, metrics, stop)
 
     def _steps(

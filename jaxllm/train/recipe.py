@@ -4,6 +4,7 @@ import dataclasses
 
 import optax
 
+from jaxllm.attention_choice import Attention
 from jaxllm.config import Architecture
 from jaxllm.remat_policy import RematPolicy
 from jaxllm.train.optimizer import Schedule
@@ -16,6 +17,7 @@ class Recipe:
     model: its architecture.
     optimizer, schedule: direction of an update, and its learning rate.
     policy: dtypes.
+    attention: what computes it.
     remat: what blocks keep for the backward pass.
     clip_norm: global gradient norm; 0 is off.
     accumulate: micro-batches a step.
@@ -29,6 +31,7 @@ class Recipe:
     optimizer: optax.GradientTransformation
     schedule: Schedule
     policy: Policy
+    attention: Attention
     remat: RematPolicy
     clip_norm: float
     accumulate: int

@@ -46,6 +46,7 @@ def settings(count: int) -> list[dict[str, str]]:
                 "config.mesh.tensor": str(tensor),
                 "config.mesh.replica": str(replica),
                 "count": str(devices),
+                "config.attention.implementation": {3: "pallas", 5: "xla", 7: "cudnn"}.get(i % 20, "auto"),
                 "config.train.accumulate": str(accumulate),
                 "config.train.batch_size": str(data * replica * accumulate * draw.choice((1, 1, 2, 3))),
                 "config.data.sequence_length": str(draw.choice((128, 512, 1024, 1000))),

@@ -48,9 +48,9 @@ def by_tag(made: list[rows.Row], phase: str) -> dict[str, int]:
     return found
 
 
-def assert_equal(model: Architecture, config: Config):
-    traced = trace.residuals(config, model, "cpu")
-    settled = setting.make(model, config, config.precision.policy, "cpu")
+def assert_equal(model: Architecture, config: Config, platform: str = "cpu"):
+    traced = trace.residuals(config, model, platform)
+    settled = setting.make(model, config, config.precision.policy, platform)
     made = list(activations.rows_between_passes(settled, rows.BOUNDARY))
     assert by_tag(made, rows.BOUNDARY) == traced.tags
     assert by_tag(made, rows.HOST) == traced.host
@@ -79,6 +79,28 @@ def test_activations_in_16_bit_and_in_shares_are_exact(name, policy):
 def test_activations_of_chunks_and_micro_batches_are_exact(name, policy):
     assert_equal(models.ALL[name], run(policy, train_attention_chunk=4))
     assert_equal(models.ALL[name], run(policy, train_accumulate=2, train_loss_chunk=5))
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if "attn_probs" not in policy])
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_of_kernels_are_exact(name, policy):
+    """Of attention wait the context and a float32 a query and head; nothing of a number a pair."""
+    model = dataclasses.replace(MODELS[name], head_dim=16)
+    policy = policy.replace(",attn_scores", ",attn_lse")
+    for platform, fields in (("gpu", {"mesh_tensor": 2}), ("tpu", {"precision_policy": "bf16"})):
+        config = run(policy, **fields)
+        assert setting.make(model, config, config.precision.policy, platform).attention.implementation == "pallas"
+        assert_equal(model, config, platform)
+
+
+def test_log_sums_are_kept_where_a_policy_names_them():
+    model = dataclasses.replace(models.SLIDING, head_dim=16)
+    numbers = {
+        policy: trace.residuals(run(policy), model, "gpu").tags.get("attn_lse", 0)
+        for policy in ("none", "full", "dots", "names:attn_context", "names:attn_lse")
+    }
+    every = model.layers * 4 * 16 * model.heads * 4
+    assert numbers == {"none": every, "full": 0, "dots": 0, "names:attn_context": 0, "names:attn_lse": every}
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -114,6 +136,13 @@ def test_a_forgotten_tag_is_caught(monkeypatch):
     monkeypatch.setattr(dataflow, "_block", careless)
     with pytest.raises(AssertionError):
         assert_equal(models.ROTARY, run())
+
+
+def test_forgotten_log_sums_are_caught(monkeypatch):
+    of_attention = dataflow._attention
+    monkeypatch.setattr(dataflow, "_attention", lambda *a: (of_attention(*a)[0], ("attn_context",)))
+    with pytest.raises(AssertionError):
+        assert_equal(dataclasses.replace(models.ROTARY, head_dim=16), run(), "gpu")
 
 
 def test_state_in_host_memory_is_counted_there():

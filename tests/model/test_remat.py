@@ -12,6 +12,7 @@ import pytest
 from steps import leaf_names
 
 from jaxllm import remat_policy
+from jaxllm.attention_choice import PLAIN, Attention
 from jaxllm.config import LoraConfig
 from jaxllm.errors import UserError
 from jaxllm.model import adapter_specs, adapters, specs, transformer
@@ -22,6 +23,9 @@ POLICIES = ["full", "sqrt", "dots", "names:attn_qkv,mlp_up", "offload:attn_qkv,m
 # The usual initial values, not the large ones of the small models, which multiply rounding errors layer by layer.
 DEEP = {name: dataclasses.replace(model, layers=model.layers + 4, init_std=0.02) for name, model in models.ALL.items()}
 
+# The kernels are for heads of 16 and more.
+DEEP["kernels"] = dataclasses.replace(models.SLIDING, layers=2, head_dim=16, init_std=0.02)
+
 
 @functools.cache
 def inputs(name):
@@ -31,9 +35,11 @@ def inputs(name):
     return params, tokens, jnp.broadcast_to(jnp.arange(16), tokens.shape)
 
 
-def loss(params, name, policy):
+def loss(params, name, policy, attention=PLAIN):
     _, tokens, positions = inputs(name)
-    hidden, _, balance = transformer.forward(params, tokens, positions, DEEP[name], remat=parse(policy))
+    hidden, _, balance = transformer.forward(
+        params, tokens, positions, DEEP[name], remat=parse(policy), attention=attention
+    )
     # A norm's square would be nearly constant, and its gradient nothing but rounding.
     return (hidden * jax.random.normal(jax.random.key(2), hidden.shape)).mean() + balance
 
@@ -49,6 +55,15 @@ def test_gradients_are_those_of_none(name, policy):
     want, got = gradients(name, "none"), gradients(name, policy)
     # Of the largest gradient there is: that of a key's bias, for one, is nothing but rounding.
     scale = max(float(jnp.abs(b).max()) for b in jax.tree.leaves(want))
+    for leaf, a, b in zip(leaf_names(want), jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a / scale, b / scale, atol=1e-6, err_msg=leaf)
+
+
+@pytest.mark.parametrize("policy", ["full", "names:attn_context,attn_lse"])
+def test_gradients_by_kernels_are_those_of_none(policy):
+    want = gradients("kernels", "none")
+    scale = max(float(jnp.abs(b).max()) for b in jax.tree.leaves(want))
+    got = jax.jit(jax.grad(loss), static_argnums=(1, 2, 3))(*with_kernels(policy))
     for leaf, a, b in zip(leaf_names(want), jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a / scale, b / scale, atol=1e-6, err_msg=leaf)
 
@@ -88,13 +103,23 @@ def test_groups_are_near_the_square_root(repeats, size):
     assert group_size(repeats, RematPolicy("full")) == 1
 
 
+def with_kernels(policy):
+    """Arguments of `loss`, by kernels whose steps are plain JAX."""
+    return inputs("kernels")[0], "kernels", policy, Attention("pallas", "gpu", interpret=True)
+
+
 def test_every_tag_is_given():
     """Each name that a policy may use is that of something a block of one of the models computes."""
     given = set()
     for name in models.ALL:
         text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(inputs(name)[0], name, "none"))
         given |= set(re.findall(r"name\[name=(\w+)\]", text))
-    assert given == set(TAGS) - {adapters.ADAPTERS}
+    text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2, 3))(*with_kernels("none")))
+    of_kernels = set(re.findall(r"name\[name=(\w+)\]", text))
+    assert given | of_kernels == set(TAGS) - {adapters.ADAPTERS}
+    assert of_kernels - given == {"attn_lse"}
+    assert given - of_kernels >= {"attn_scores", "attn_probs"}
+    assert text.count("name[name=attn_context]") == text.count("name[name=attn_lse]"), "the context is named once"
     beside = specs.initialize(
         adapter_specs.adapter_specs(DEEP["rotary"], LoraConfig(rank=2)), jax.random.key(0), jnp.float32
     )

@@ -11,6 +11,7 @@ import tiny
 import torch
 import transformers
 
+from jaxllm.attention_choice import PLAIN
 from jaxllm.decode.engine import Generator
 from jaxllm.decode.request import Request
 from jaxllm.decode.sampling import SamplingOptions
@@ -109,7 +110,7 @@ def test_loss_and_gradients(case, tmp_path):
         "segment_ids": np.ones((2, 40), np.int32),
         "weights": np.full((2, 40), 1 / 80, np.float32),
     }
-    recipe = types.SimpleNamespace(model=model, remat=NOTHING, attention_chunk=0, loss_chunk=32)
+    recipe = types.SimpleNamespace(model=model, remat=NOTHING, attention=PLAIN, attention_chunk=0, loss_chunk=32)
     step = jax.jit(jax.value_and_grad(lambda params, batch: loss_sums(params, batch, recipe, WHOLE)[0]))
     value, gradient = step(ours.load(np.float32), batch)
     assert abs(float(value) - loss.item()) <= TOLERANCE * loss.item()

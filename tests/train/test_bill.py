@@ -66,6 +66,7 @@ def test_warn_tells_and_goes_on_and_off_does_neither(corpus, tmp_path):
     status, text = runs.train(config, tmp_path / "warn")
     assert status == 0
     assert "ledger: peak: formula" in text
+    assert text.count("attention: xla (auto: a cpu has no kernels)") == 1
     config.ledger.check = "off"
     status, text = runs.train(config, tmp_path / "off")
     assert status == 0

@@ -50,6 +50,7 @@ FORM: dict[str, tuple[Field, ...]] = {
         Field("config.data.sequence_length", "length, tokens", least=2),
         Field("config.optimizer.name", "optimizer", CHOICES["optimizer.name"]),
         Field("config.precision.policy", "precision", CHOICES["precision.policy"]),
+        Field("config.attention.implementation", "attention", CHOICES["attention.implementation"]),
         Field("config.remat.policy", "remat", ("none", "full", "sqrt", "dots")),
         Field("config.train.accumulate", "micro-batches"),
         Field("config.train.loss_chunk", "loss chunk"),

@@ -41,8 +41,11 @@ def _zeros(setting: Setting, phase: str) -> Iterator[Row]:
     """Stacks of gradients that the loop over layers fills, which the scheduler makes of zeros long before.
 
     Seen where weights compute as they are stored, where several micro-batches add up mixed precision's gradients, and
-    with ZeRO's first two stages; elsewhere they are made after the loss.
+    with ZeRO's first two stages; elsewhere they are made after the loss, and so they are on one device where kernels
+    compute attention.
     """
+    if setting.devices == 1 and setting.attention.implementation == "pallas":
+        return
     several = setting.accumulates and setting.devices > 1
     if several or setting.stage in (1, 2) if setting.mixed else not setting.accumulates:
         count = gradient_numbers(setting, setting.select("layers", trained=True))
@@ -145,19 +148,13 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     c, t = setting.compute, setting.tensor
     one = block(setting)
     values, again = one.values, one.made_again(setting.remat.kept)
-    chunk = setting.config.train.attention_chunk
-    scores, pairs = values["attn_probs"].bytes, setting.sequences * setting.length**2
-    if chunk:
-        scores, pairs = scores * chunk // setting.length, pairs * chunk // setting.length
-    probs = scores * c // FLOAT32
+    chunk, kernels = setting.config.train.attention_chunk, setting.attention.implementation == "pallas"
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
     whole = own * t
     inner = values["mlp_hidden"].bytes
     weights = setting.model.width * setting.model.mlp_width // t * c
     attention = [
-        ("scores and their gradient", scores, 2),
-        ("probabilities", probs, 2 if t > 1 or setting.stage >= 2 else 1),
-        ("mask", pairs, 1),
+        *_scores(setting),
         ("hidden states", whole, 4),
         ("queries", q, 4),
         ("keys and values", k, 4),
@@ -165,7 +162,7 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     mlp = [
         ("MLP", inner, 5),
         ("weights of one MLP", weights, 2),
-        ("hidden states", whole, 5),
+        ("hidden states", whole, 7 if kernels and t > 1 and setting.stage == 3 else 5),
         ("queries", q, 4 if chunk else 2),
         ("keys and values", k, 3),
     ]
@@ -176,6 +173,8 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     others = len(setting.model.pattern) - 1
     if others and setting.group_size == 1:  # the pattern's other blocks are made again before the first gradient
         inners, hiddens, keys = (4, 5, 4) if setting.stage >= 2 else (1, 1, 0)
+        if kernels and t > 1 and setting.stage < 2:
+            inners, hiddens = 2, 4
         if setting.stage == 3:  # a block whose weights have to be put together waits for those of the one before
             others = 1
         mlp += [
@@ -184,8 +183,28 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
             ("keys and values, other blocks", k, keys * others),
         ]
     if "attn_probs" in again and not chunk:
-        mlp += [("scores", scores, 1), ("probabilities", probs, 1)]
+        scores = values["attn_probs"].bytes
+        mlp += [("scores", scores, 1), ("probabilities", scores * c // FLOAT32, 1)]
     return attention, mlp
+
+
+def _scores(setting: Setting) -> Moment:
+    """What attention's gradients have of a number a pair of query and key; of kernels, a number a query."""
+    pairs = setting.sequences * setting.length**2
+    heads = setting.model.heads // setting.tensor
+    if setting.attention.implementation == "pallas":
+        return [("log sums of attention, and lost shares", setting.tokens * heads * FLOAT32, 2)]
+    if setting.attention.implementation == "cudnn":
+        return [("mask and its gradient", pairs * setting.compute, 2)]
+    chunk = setting.config.train.attention_chunk
+    if chunk:
+        pairs = pairs * chunk // setting.length
+    scores = pairs * heads * FLOAT32
+    return [
+        ("scores and their gradient", scores, 2),
+        ("probabilities", scores * setting.compute // FLOAT32, 2 if setting.tensor > 1 or setting.stage >= 2 else 1),
+        ("mask", pairs, 1),
+    ]
 
 
 def update_rows(setting: Setting) -> Iterator[Row]:

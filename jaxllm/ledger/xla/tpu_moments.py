@@ -32,8 +32,12 @@ def _attention(setting: Setting) -> Moment:
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
     # Chunks of queries lie in stacks, and so do their gradients; those of keys and values are summed over chunks.
     chunked = setting.config.train.attention_chunk > 0
+    if setting.attention.implementation == "pallas":
+        scores = ("log sums of attention, and lost shares", values["attn_lse"].bytes, 2)
+    else:
+        scores = ("scores and their gradient", _scores(setting), 2)
     return [
-        ("scores and their gradient", _scores(setting), 2),
+        scores,
         ("queries", q, 5 if chunked else 3),
         ("keys and values", k, 5 if chunked else 2),
         ("hidden states", own * setting.tensor, 1),

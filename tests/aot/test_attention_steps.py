@@ -1,0 +1,92 @@
+"""A training step whose attention the kernels compute: they are in the program, and nothing of a number a pair is."""
+
+import collections
+import math
+import re
+
+import absent_programs
+import pytest
+
+from jaxllm import architectures, hardware
+from jaxllm.ledger import memory
+
+LENGTH = 1024
+KERNELS = ["flash_attention", "flash_attention_dkv", "flash_attention_dq"]
+
+
+def step(device, implementation="auto", **fields):
+    """Of a model of the quickstart's size with longer sequences: one a device."""
+    config = absent_programs.quickstart(
+        data_sequence_length=LENGTH, mesh_data=1, train_batch_size=1, precision_policy="bf16", **fields
+    )
+    config.model.context_length, config.attention.implementation = LENGTH, implementation
+    return absent_programs.train_step(config, device)
+
+
+def kernels(text):
+    """Calls of each kernel, by name."""
+    calls = [line for line in text.splitlines() if "custom-call(" in line]
+    told = (line.partition("custom_call_target")[2] for line in calls)
+    names = (re.search(r"\b(flash_attention(?:_dq|_dkv)?)\b(?!\.py)", text) for text in told)
+    return collections.Counter(name[1] for name in names if name)
+
+
+def of_pairs(text):
+    """Arrays of a number for each pair of a query and a key: two dimensions of the length, or one of both."""
+    shapes = {match[1] for match in re.finditer(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", text)}
+    dimensions = [[int(size) for size in shape.split(",")] for shape in shapes]
+    return [shape for shape in dimensions if shape.count(LENGTH) > 1 or math.prod(shape) % LENGTH**2 == 0]
+
+
+@pytest.mark.parametrize(
+    ("device", "remat", "forward"),
+    [
+        ("h100", "none", 1),
+        ("h100", "full", 2),
+        ("h100", "names:attn_context", 2),
+        ("h100", "names:attn_context,attn_lse", 1),
+        ("v5e", "none", 1),
+    ],
+)
+def test_kernels_run_and_no_array_has_a_number_a_pair(device, remat, forward):
+    """The forward kernel once more in the backward pass, unless a policy keeps both of its results."""
+    found = step(device, remat_policy=remat)
+    assert kernels(found.text) == dict(zip(KERNELS, (forward, 1, 1), strict=True))
+    assert not of_pairs(found.text)
+
+
+def test_plain_attention_has_such_arrays_and_no_kernel():
+    found = step("h100", "xla", remat_policy="full")
+    assert not kernels(found.text)
+    assert of_pairs(found.text)
+
+
+def test_kernels_run_over_shares_of_heads_and_rows():
+    """Inside `shard_map`: eight devices, two of them to a sequence's heads."""
+    config = absent_programs.quickstart(
+        mesh_data=4, mesh_tensor=2, mesh_zero=3, precision_policy="bf16", remat_policy="full"
+    )
+    found = absent_programs.train_step(config, "h100")
+    # XLA has two iterations of a loop in one where weights of the next are on their way.
+    made = kernels(found.text)
+    assert set(made) == set(KERNELS)
+    assert made["flash_attention"] > made["flash_attention_dq"] == made["flash_attention_dkv"]
+
+
+def test_memory_grows_with_the_length_alone():
+    """Twice the length and half the sequences: the same memory by kernels, more by scores."""
+    peaks = {}
+    for implementation in ("pallas", "xla"):
+        for length, rows in ((512, 4), (1024, 2)):
+            config = absent_programs.quickstart(
+                data_sequence_length=length, mesh_data=1, train_batch_size=rows, precision_policy="bf16"
+            )
+            config.remat.policy, config.attention.implementation = "full", implementation
+            config.model.context_length = LENGTH
+            found = absent_programs.train_step(config, "h100")
+            peaks[implementation, length] = found.figures["peak"]
+            platform = hardware.named("h100").platform
+            formula = memory.training(architectures.resolve_config(config), config, "bf16", platform).peak_bytes
+            assert formula == pytest.approx(found.figures["peak"], rel=0.1), (implementation, length)
+    assert peaks["pallas", 1024] == pytest.approx(peaks["pallas", 512], rel=0.02)
+    assert peaks["xla", 1024] > 1.05 * peaks["xla", 512]
