@@ -153,9 +153,20 @@ def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike) -> Any:
     return specs.abstract(specs.param_specs(model), dtype)
 
 
-def prefill(model: Architecture, batch: int, chunk: int, capacity: int, dtype: jax.typing.DTypeLike) -> Program:
-    """(params, state, tokens [B, C], valid [B, C]) -> state, the state donated."""
-    state = decode_state.abstract(model, batch, capacity, dtype)
+def prefill(
+    model: Architecture,
+    batch: int,
+    chunk: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike,
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> Program:
+    """(params, state, tokens [B, C], valid [B, C]) -> state, the state donated.
+
+    Args:
+      cache_dtype: of keys and values; None is `dtype`.
+    """
+    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, chunk), bool)
     jitted = jax.jit(
@@ -164,9 +175,20 @@ def prefill(model: Architecture, batch: int, chunk: int, capacity: int, dtype: j
     return Program("prefill", jitted, (_inference_params(model, dtype), state, tokens, valid), (1,))
 
 
-def decode(model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike) -> Program:
-    """(params, state, limit) -> (state, tokens [B, steps]), the state donated; `limit` steps at most are made."""
-    state = decode_state.abstract(model, batch, capacity, dtype)
+def decode(
+    model: Architecture,
+    batch: int,
+    steps: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike,
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> Program:
+    """(params, state, limit) -> (state, tokens [B, steps]), the state donated; `limit` steps at most are made.
+
+    Args:
+      cache_dtype: as of `prefill`.
+    """
+    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     jitted = jax.jit(lambda params, state, limit: generate.decode(params, state, limit, model, steps), donate_argnums=1)
     return Program(
         "decode", jitted, (_inference_params(model, dtype), state, jax.ShapeDtypeStruct((), jnp.int32)), (1,)
