@@ -13,6 +13,7 @@ from jaxllm.config import Architecture
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode import state as state_lib
+from jaxllm.decode import weights
 from jaxllm.decode.request import Request, Result, Times, check, options_of
 from jaxllm.decode.state import DecodeState
 from jaxllm.decode.stopping import StopStream
@@ -129,7 +130,9 @@ class Generator:
                 "use the tokenizer that the model was trained with"
             )
         self._model = model
-        self._params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        self._turned = jax.default_backend() == "tpu"
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        self._params = weights.turn(params) if self._turned else params
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype
@@ -223,8 +226,10 @@ class Generator:
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
-            cache = (self._cache_dtype,) if self._use_cache else ()
-            program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, *cache)
+            how: dict[str, Any] = {"turned": self._turned}
+            if self._use_cache:
+                how["cache_dtype"] = self._cache_dtype
+            program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **how)
             self._compiled[key] = program.compile()
         return self._compiled[key]
 

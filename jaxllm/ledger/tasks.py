@@ -46,7 +46,7 @@ def programs_of(
         recipe = programs.make_recipe(config, model, platform)
         return {"train_step": programs.train_step(config, recipe, over)}  # type: ignore[arg-type]
     dtype = policy_for("auto", platform).compute
-    how = (sampling.context, dtype, cache_dtype(sampling.cache, dtype))
+    how = (sampling.context, dtype, cache_dtype(sampling.cache, dtype), platform == "tpu")
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *how),
         "decode": programs.decode(model, sampling.batch, sampling.steps, *how),
