@@ -24,6 +24,11 @@ def _hidden_at(hidden: Float[Array, "B T D"], places: Int[Array, " B"]) -> Float
     return jnp.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
 
 
+def _positions(lengths: Int[Array, " B"], valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """Of new tokens. Padding stands at one that exists: learned positions have no row beyond the context."""
+    return jnp.where(valid, lengths[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+
+
 def extend(
     params: Any, cache: KVCache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], model: Architecture
 ) -> tuple[Float[Array, "B V"], KVCache]:
@@ -34,9 +39,7 @@ def extend(
     Returns:
       (float32 logits after the last real token of each row, anything where it has none; the cache with the tokens).
     """
-    positions = cache.lengths[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
-    # Padding stands at a position that exists: learned positions have no row beyond the context.
-    positions = jnp.where(valid, positions, 0)
+    positions = _positions(cache.lengths, valid)
     hidden, kv, _ = transformer.forward(
         params,
         jnp.where(valid, tokens, 0),
