@@ -88,9 +88,10 @@ def programs_of_cell(config: Config, sampling: Sampling, device: str) -> dict[st
     """The cell's prefill and decode."""
     model = architectures.resolve_config(config)
     dtype = policy_for(config.precision.policy, DEVICES[device]).compute
+    how = (sampling.context, dtype, dtype, DEVICES[device] == "tpu")
     return {
-        "prefill": programs.prefill(model, sampling.batch, sampling.chunk, sampling.context, dtype),
-        "decode": programs.decode(model, sampling.batch, sampling.steps, sampling.context, dtype),
+        "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *how),
+        "decode": programs.decode(model, sampling.batch, sampling.steps, *how),
     }
 
 

@@ -56,6 +56,7 @@ def run(
     prompts: Sequence[str],
     bill: Callable[[int], SamplingBill],
     dtype: jax.typing.DTypeLike,
+    cache_dtype: jax.typing.DTypeLike,
     *,
     as_json: bool,
 ) -> None:
@@ -63,7 +64,7 @@ def run(
 
     Args:
       bill: of one conversation of so many tokens; asked before the weights are read, and whenever it outgrows that.
-      dtype: of weights, computation and cache.
+      dtype, cache_dtype: of weights and computation; of the cache.
       as_json: one JSON object in the end, and no text before it.
     Raises:
       UserError: no template or tokenizer; at a terminal after that only what a first turn needs: any other turn that
@@ -85,7 +86,7 @@ def run(
     first = engine.encode(_rendered(opened, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
     with shortage.explained(lambda error: billed[-1].explain_shortage("in the conversation", error)):
-        generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, admit=admit)
+        generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit)
         said = _talk(Conversation(generator, opened, request), prompts, as_json)
     if said:
         _tell(billed[-1].reconcile(generator.live, generator.compiled_peaks()))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxllm import attention_choice, remat_policy
 from jaxllm.config import Architecture, Config
 from jaxllm.data.batch import BATCH_FIELDS
-from jaxllm.decode import generate
+from jaxllm.decode import generate, weights
 from jaxllm.decode import state as decode_state
 from jaxllm.mesh import batch_sharding, replicated
 from jaxllm.model import adapter_specs, adapters, specs
@@ -173,39 +173,67 @@ def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     return Program("eval_step", jitted, ((state.params, state.frozen), batch), ())
 
 
-def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike) -> Any:
+def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, turned: bool) -> Any:
     """Parameters as inference holds them: in the compute dtype, with no float32 copy beside."""
-    return specs.abstract(specs.param_specs(model), dtype)
+    params = specs.abstract(specs.param_specs(model), dtype)
+    return jax.eval_shape(weights.turn, params) if turned else params
 
 
-def prefill(model: Architecture, batch: int, chunk: int, capacity: int, dtype: jax.typing.DTypeLike) -> Program:
-    """(params, state, tokens [B, C], valid [B, C]) -> state, the state donated."""
-    state = decode_state.abstract(model, batch, capacity, dtype)
+def _reading(function: Callable[..., Any], turned: bool) -> Callable[..., Any]:
+    """A function of (params, …) as one of parameters that lie as `_inference_params` says."""
+    return (lambda params, *rest: function(weights.straighten(params), *rest)) if turned else function
+
+
+def prefill(
+    model: Architecture,
+    batch: int,
+    chunk: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike,
+    cache_dtype: jax.typing.DTypeLike | None = None,
+    turned: bool = False,
+) -> Program:
+    """(params, state, tokens [B, C], valid [B, C]) -> state, the state donated.
+
+    Args:
+      cache_dtype: of keys and values; None is `dtype`.
+      turned: whether the parameters are those of `decode.weights.turn`.
+    """
+    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, chunk), bool)
-    jitted = jax.jit(
-        lambda params, state, tokens, valid: generate.prefill(params, state, tokens, valid, model), donate_argnums=1
-    )
-    return Program("prefill", jitted, (_inference_params(model, dtype), state, tokens, valid), (1,))
+    run = _reading(lambda params, state, tokens, valid: generate.prefill(params, state, tokens, valid, model), turned)
+    inputs = (_inference_params(model, dtype, turned), state, tokens, valid)
+    return Program("prefill", jax.jit(run, donate_argnums=1), inputs, (1,))
 
 
-def decode(model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike) -> Program:
-    """(params, state, limit) -> (state, tokens [B, steps]), the state donated; `limit` steps at most are made."""
-    state = decode_state.abstract(model, batch, capacity, dtype)
-    jitted = jax.jit(lambda params, state, limit: generate.decode(params, state, limit, model, steps), donate_argnums=1)
-    return Program(
-        "decode", jitted, (_inference_params(model, dtype), state, jax.ShapeDtypeStruct((), jnp.int32)), (1,)
-    )
+def decode(
+    model: Architecture,
+    batch: int,
+    steps: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike,
+    cache_dtype: jax.typing.DTypeLike | None = None,
+    turned: bool = False,
+) -> Program:
+    """(params, state, limit) -> (state, tokens [B, steps]), the state donated; `limit` steps at most are made.
+
+    Args:
+      cache_dtype, turned: as of `prefill`.
+    """
+    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
+    run = _reading(lambda params, state, limit: generate.decode(params, state, limit, model, steps), turned)
+    inputs = (_inference_params(model, dtype, turned), state, jax.ShapeDtypeStruct((), jnp.int32))
+    return Program("decode", jax.jit(run, donate_argnums=1), inputs, (1,))
 
 
 def decode_without_cache(
-    model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike
+    model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike, turned: bool = False
 ) -> Program:
     """The same by a full forward pass for every token; its state has the tokens in the cache's place."""
     state = decode_state.abstract(model, batch, capacity, dtype, with_cache=False)
-    jitted = jax.jit(
-        lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps),
-        donate_argnums=1,
+    run = _reading(
+        lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps), turned
     )
-    inputs = (_inference_params(model, dtype), state, jax.ShapeDtypeStruct((), jnp.int32))
-    return Program("decode_without_cache", jitted, inputs, (1,))
+    inputs = (_inference_params(model, dtype, turned), state, jax.ShapeDtypeStruct((), jnp.int32))
+    return Program("decode_without_cache", jax.jit(run, donate_argnums=1), inputs, (1,))

@@ -27,7 +27,9 @@ from jaxllm.interop import peft
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.ledger import bill, shortage
+from jaxllm.ledger.formats import AUTO, INT8
 from jaxllm.ledger.sampling_bill import SamplingBill
+from jaxllm.ledger.tasks import cache_dtype
 from jaxllm.train import checkpoint, start
 from jaxllm.train.precision import policy_for
 
@@ -46,6 +48,9 @@ _SEED = flags.DEFINE_multi_integer(
 )
 _STOP = flags.DEFINE_multi_string("stop", [], "Text to stop before; repeat the flag for several.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
+_CACHE_DTYPE = flags.DEFINE_enum(
+    "cache_dtype", AUTO, [AUTO, INT8], "Of keys and values: auto is what the model computes in; int8 takes less room."
+)
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "Recompute keys and values for every token.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on past the end of text.")
 
@@ -73,6 +78,9 @@ def main() -> None:
         stop=tuple(_STOP.value),
         ignore_eos=_IGNORE_EOS.value,
     )
+    if _NO_CACHE.value and (_CHAT.value or _CACHE_DTYPE.value != AUTO):
+        other = "--chat" if _CHAT.value else f"--cache_dtype={_CACHE_DTYPE.value}"
+        raise UserError(f"--no_cache and {other} do not go together: leave out one of them")
     check(request, len(_PROMPT.value))  # before the weights are read, which can take minutes
     opened = start.open_any(spec)
     if _ADAPTER.value:
@@ -80,7 +88,13 @@ def main() -> None:
     dtype = policy_for("auto", jax.default_backend()).compute
     if _CHAT.value:
         chat_loop.run(
-            opened, request, _PROMPT.value, lambda tokens: _bill(opened, 1, tokens), dtype, as_json=_JSON.value
+            opened,
+            request,
+            _PROMPT.value,
+            lambda tokens: _bill(opened, 1, tokens),
+            dtype,
+            cache_dtype(_CACHE_DTYPE.value, dtype),
+            as_json=_JSON.value,
         )
         return
     tokenizer = _tokenizer(opened)
@@ -107,8 +121,6 @@ def _billed(opened: Pretrained, tokenizer: Tokenizer, request: Request) -> Sampl
     longest = max(len(engine.encode(prompt, tokenizer, opened.model)) for prompt in _PROMPT.value)
     context = engine.capacity_for(longest, request.max_new_tokens, opened.model)
     made = _bill(opened, len(_PROMPT.value), context)
-    if _NO_CACHE.value:
-        _tell(["ledger: --no_cache keeps no cache; this is the bill with one"])
     _tell(made.lines())
     made.admit()
     return made
@@ -117,11 +129,15 @@ def _billed(opened: Pretrained, tokenizer: Tokenizer, request: Request) -> Sampl
 def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
     path = pathlib.Path(opened.source)
     config = checkpoint.stored_config(path)
-    return SamplingBill(bill.title(config) if config else path.name, opened.model, batch, context, CHUNK)
+    name = bill.title(config) if config else path.name
+    cache = None if _NO_CACHE.value else _CACHE_DTYPE.value
+    return SamplingBill(name, opened.model, batch, context, CHUNK, cache=cache)
 
 
 def _sample(opened: Pretrained, tokenizer: Tokenizer, request: Request, sampled: SamplingBill, dtype: Any) -> None:
-    generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, use_cache=not _NO_CACHE.value)
+    cache = cache_dtype(_CACHE_DTYPE.value, dtype)
+    how: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value}
+    generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, **how)
     live = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if live else None)
     if _JSON.value:
@@ -132,8 +148,7 @@ def _sample(opened: Pretrained, tokenizer: Tokenizer, request: Request, sampled:
         for number, result in enumerate(results, 1):
             print(f"=== prompt {number}: {result.prompt!r} ({result.reason})\n{result.text}")
     sys.stdout.flush()
-    if not _NO_CACHE.value:
-        _tell(sampled.reconcile(generator.live, generator.compiled_peaks()))
+    _tell(sampled.reconcile(generator.live, generator.compiled_peaks()))
     _tell([_describe(times)])
 
 

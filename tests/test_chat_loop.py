@@ -89,7 +89,8 @@ def test_a_model_without_a_template_or_a_tokenizer_is_refused_before_its_weights
     params = gguf_models.random_params(MODEL)
 
     def run(opened):
-        chat_loop.run(opened, Request(), ["hi"], lambda tokens: pytest.fail("billed"), jnp.float32, as_json=False)
+        dtypes = (jnp.float32, jnp.float32)
+        chat_loop.run(opened, Request(), ["hi"], lambda tokens: pytest.fail("billed"), *dtypes, as_json=False)
 
     for tokenizer, words in ((None, "comes with no tokenizer"), (ByteTokenizer(), "comes with no chat template")):
         gguf.write(tmp_path / "m.gguf", MODEL, params, tokenizer, quantization="F32")

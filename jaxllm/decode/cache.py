@@ -26,17 +26,29 @@ class KVCache(flax.struct.PyTreeNode):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values, over all rows; the same for the abstract form."""
+        """Bytes of keys, values and scales, over all rows; the same for the abstract form."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.kv))
 
 
 def create(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> KVCache:
-    """An empty cache. Its slots are zeros, so that what a mask hides is finite."""
-    kv = specs.map_specs(lambda spec: jnp.zeros(spec.shape, dtype), specs.cache_specs(model, batch, capacity))
+    """An empty cache. Its slots are zeros, so that what a mask hides is finite.
+
+    Args:
+      dtype: of its numbers; int8 comes with float32 scales, one for each token's keys, or values, in one head.
+    """
+    kv = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _arrays(model, batch, capacity, dtype))
     return KVCache(kv, jnp.zeros(batch, jnp.int32), capacity)
 
 
 def abstract(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> KVCache:
     """The same as `jax.ShapeDtypeStruct`s: nothing is allocated."""
-    kv = specs.abstract(specs.cache_specs(model, batch, capacity), dtype)
+    kv = _arrays(model, batch, capacity, dtype)
     return KVCache(kv, jax.ShapeDtypeStruct((batch,), jnp.int32), capacity)  # type: ignore[arg-type]
+
+
+def _arrays(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Any:
+    def array(spec: specs.ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, jnp.float32 if spec.role == "cache scale" else dtype)
+
+    scaled = jnp.dtype(dtype) == jnp.int8
+    return specs.map_specs(array, specs.cache_specs(model, batch, capacity, scaled))

@@ -13,6 +13,7 @@ from jaxllm.config import Architecture
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode import state as state_lib
+from jaxllm.decode import weights
 from jaxllm.decode.request import Request, Result, Times, check, options_of
 from jaxllm.decode.state import DecodeState
 from jaxllm.decode.stopping import StopStream
@@ -104,7 +105,8 @@ class Generator:
 
     Args:
       params: the parameter tree, of any floating dtype; a copy in `dtype` is kept.
-      dtype: of weights, computation and cache.
+      dtype: of weights and computation, and of the cache too where `cache_dtype` is None.
+      cache_dtype: of the cache; int8 has its scales beside.
       capacity: tokens a row's cache has; None takes what each call needs, up to the model's context.
       use_cache: False runs the whole forward pass for every token.
       admit: asked before anything is allocated for a call; what it raises ends the call and not the generator.
@@ -121,6 +123,7 @@ class Generator:
         tokenizer: Tokenizer,
         dtype: jax.typing.DTypeLike,
         *,
+        cache_dtype: jax.typing.DTypeLike | None = None,
         capacity: int | None = None,
         chunk: int = CHUNK,
         steps: int = STEPS,
@@ -133,9 +136,12 @@ class Generator:
                 "use the tokenizer that the model was trained with"
             )
         self._model = model
-        self._params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        self._turned = jax.default_backend() == "tpu"
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        self._params = weights.turn(params) if self._turned else params
         self._tokenizer = tokenizer
         self._dtype = dtype
+        self._cache_dtype = dtype if cache_dtype is None else cache_dtype
         self._capacity = capacity
         self._chunk, self._steps = chunk, steps
         self._use_cache = use_cache
@@ -226,7 +232,10 @@ class Generator:
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
-            program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype)
+            how: dict[str, Any] = {"turned": self._turned}
+            if self._use_cache:
+                how["cache_dtype"] = self._cache_dtype
+            program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **how)
             self._compiled[key] = program.compile()
         return self._compiled[key]
 
@@ -237,7 +246,7 @@ class Generator:
         limits, end_ids = [min(request.max_new_tokens, capacity)] * B, [ends] * B
         if not self._use_cache:
             return state_lib.start_without_cache(self._model, ids, capacity, sampling, limits, end_ids)
-        cache = cache_lib.create(self._model, B, capacity, self._dtype)
+        cache = cache_lib.create(self._model, B, capacity, self._cache_dtype)
         return state_lib.start(self._model, cache, sampling, limits, end_ids)
 
     def _prefill(

@@ -19,18 +19,27 @@ from jaxllm.decode.state import END, LENGTH, PAD, RUNNING, DecodeState, History,
 from jaxllm.model import transformer
 
 
-def _last_hidden(hidden: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
-    """Hidden state of each row's last real token; the first where it has none."""
-    return jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+def _hidden_at(hidden: Float[Array, "B T D"], places: Int[Array, " B"]) -> Float[Array, "B D"]:
+    """Hidden state of one token of each row."""
+    return jnp.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
 
 
-def _extend(
+def _positions(lengths: Int[Array, " B"], valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """Of new tokens. Padding stands at one that exists: learned positions have no row beyond the context."""
+    return jnp.where(valid, lengths[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+
+
+def extend(
     params: Any, cache: KVCache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], model: Architecture
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Runs tokens through the model into the cache; the logits after the last real one of each row."""
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
-    # Padding stands at a position that exists: learned positions have no row beyond the context.
-    positions = jnp.where(valid, positions, 0)
+    """Runs tokens through the model into the cache.
+
+    Args:
+      valid: False for padding, which may stand anywhere: a token's position is the number of real ones before it.
+    Returns:
+      (float32 logits after the last real token of each row, anything where it has none; the cache with the tokens).
+    """
+    positions = _positions(cache.lengths, valid)
     hidden, kv, _ = transformer.forward(
         params,
         jnp.where(valid, tokens, 0),
@@ -42,7 +51,8 @@ def _extend(
         capacity=cache.capacity,
     )
     counts = valid.sum(1, dtype=jnp.int32)
-    logits = transformer.logits(_last_hidden(hidden, counts), params, model)
+    last = (valid * jnp.arange(tokens.shape[1])[None, :]).max(1)
+    logits = transformer.logits(_hidden_at(hidden, last), params, model)
     return logits, KVCache(kv, cache.lengths + counts, cache.capacity)
 
 
@@ -52,23 +62,22 @@ def prefill(
     """Takes in one chunk of the prompts.
 
     Args:
-      tokens: the next C tokens of every prompt; rows that have fewer are padded on the right.
-      valid: False for padding. Rows of which nothing is left keep their logits.
+      tokens: the next tokens of every prompt; rows that have fewer than C are padded, on either side.
+      valid: False for padding. Rows of which nothing is left keep the next token that they have.
     """
     assert isinstance(state.cache, KVCache)
-    logits, cache = _extend(params, state.cache, tokens, valid, model)
-    logits = jnp.where(valid.any(1)[:, None], logits, state.logits)
+    logits, cache = extend(params, state.cache, tokens, valid, model)
     seen = mark_seen(state.seen, tokens, valid)
-    return state.replace(cache=cache, logits=logits, seen=seen)
+    drawn = sampling_lib.next_tokens(logits, seen, state.sampling, cache.lengths)
+    return state.replace(cache=cache, next=jnp.where(valid.any(1), drawn, state.next), seen=seen)
 
 
-def _choose(state: DecodeState) -> tuple[Int[Array, " B"], DecodeState]:
-    """The next token of every row, PAD where it has finished, and which rows finish with it.
+def _emit(state: DecodeState, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], DecodeState]:
+    """The token of every row, PAD where it has finished, and which rows finish with it.
 
     A row ends by length once the token fills its cache: what follows could not be told from a wrong one.
     """
     active = ~state.finished
-    tokens = sampling_lib.next_tokens(state.logits, state.seen, state.sampling, state.cache.lengths)
     generated = state.generated + active
     ended = (tokens[:, None] == state.end_ids).any(1)
     full = (generated >= state.limits) | (state.cache.lengths + 1 >= state.cache.capacity)
@@ -117,10 +126,10 @@ def decode(
     def step(state: DecodeState) -> tuple[Array, DecodeState]:
         cache = state.cache
         assert isinstance(cache, KVCache)
-        tokens, state = _choose(state)
-        logits, cache = _extend(params, cache, tokens[:, None], ~state.finished[:, None], model)
-        logits = jnp.where(state.finished[:, None], state.logits, logits)
-        return tokens, state.replace(cache=cache, logits=logits)
+        tokens, state = _emit(state, state.next)
+        logits, cache = extend(params, cache, tokens[:, None], ~state.finished[:, None], model)
+        drawn = sampling_lib.next_tokens(logits, state.seen, state.sampling, cache.lengths)
+        return tokens, state.replace(cache=cache, next=jnp.where(state.finished, state.next, drawn))
 
     return _run(state, step, steps, limit)
 
@@ -135,8 +144,9 @@ def decode_without_cache(
         assert isinstance(history, History)
         positions = jnp.broadcast_to(jnp.arange(history.capacity), history.tokens.shape)
         hidden, _, _ = transformer.forward(params, history.tokens, positions, model)
-        logits = transformer.logits(_last_hidden(hidden, history.lengths), params, model)
-        tokens, state = _choose(state.replace(logits=logits))
+        logits = transformer.logits(_hidden_at(hidden, history.lengths - 1), params, model)
+        drawn = sampling_lib.next_tokens(logits, state.seen, state.sampling, history.lengths)
+        tokens, state = _emit(state, drawn)
         # A finished row's token is written nowhere (out of bounds: dropped).
         slots = jnp.where(state.finished, history.capacity, history.lengths)
         written = history.tokens.at[jnp.arange(slots.shape[0]), slots].set(tokens, mode="drop")

@@ -6,7 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxllm.config import Architecture
 from jaxllm.decode import cache as cache_lib
@@ -40,7 +40,8 @@ class DecodeState(flax.struct.PyTreeNode):
 
     Attributes:
       cache: of the tokens so far.
-      logits: float32, of each row's next token.
+      next: each row's next token, drawn and not yet emitted. Its logits are of no more use: kept, they would be written
+        to memory and read back for every token.
       seen: tokens in the row's prompt and text, for the repetition penalty.
       finished: rows that emit no more.
       reason: RUNNING, END (an end id) or LENGTH (its limit, or the cache is full).
@@ -50,7 +51,7 @@ class DecodeState(flax.struct.PyTreeNode):
     """
 
     cache: KVCache | History
-    logits: Float[Array, "B V"]
+    next: Int[Array, " B"]
     seen: Bool[Array, "B V"]
     finished: Bool[Array, " B"]
     reason: Int[Array, " B"]
@@ -75,7 +76,7 @@ def start(
         ends[row, : len(ids)] = ids
     return DecodeState(
         cache=cache,
-        logits=jnp.zeros((B, V), jnp.float32),
+        next=jnp.full(B, PAD, jnp.int32),
         seen=jnp.zeros((B, V), bool),
         finished=jnp.zeros(B, bool),
         reason=jnp.full(B, RUNNING, jnp.int32),
@@ -107,7 +108,7 @@ def start_without_cache(
 def abstract(
     model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike, with_cache: bool = True
 ) -> DecodeState:
-    """Shapes and dtypes of the state; nothing is allocated."""
+    """Shapes and dtypes of the state, its cache in `dtype`; nothing is allocated."""
 
     def build() -> DecodeState:
         prompts = [np.zeros(1, np.int32)] * batch

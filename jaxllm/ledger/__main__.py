@@ -111,7 +111,7 @@ def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, In
 
 def _sampling(asked: Request) -> Sampling:
     context = request.context_of(asked)
-    return Sampling(asked.batch, context, min(asked.chunk, context), engine.STEPS)
+    return Sampling(asked.batch, context, min(asked.chunk, context), engine.STEPS, asked.cache)
 
 
 def _inspect(asked: Request, task: str) -> dict[str, Inspection]:

@@ -7,12 +7,10 @@ from jaxllm.config import Architecture, Config
 from jaxllm.hardware import Device
 from jaxllm.ledger import communication, inference, memory, roofline
 from jaxllm.ledger import setting as setting_lib
+from jaxllm.ledger.formats import AUTO as AUTO
 from jaxllm.ledger.roofline import Roofline
 from jaxllm.ledger.rows import Ledger, Unknown
 from jaxllm.train.precision import policy_for
-
-# In the place of a format: the one that programs compute with.
-AUTO = "auto"
 
 
 def title(config: Config) -> str:
@@ -49,6 +47,7 @@ def sampling(
     chunk: int,
     weights: str = AUTO,
     cache: str = AUTO,
+    use_cache: bool = True,
 ) -> Ledger:
     """The ledger of decoding on a device, with the work of one token.
 
@@ -58,13 +57,16 @@ def sampling(
       capacity: tokens of prompt and text a sequence may have.
       chunk: prompt tokens taken at a time.
       weights, cache: formats, by the names of `ledger.formats`; auto is what programs compute with.
+      use_cache: False is a whole forward pass for every token.
     Raises:
       UserError: no such format.
     """
     plain, dtype = plain_format(device.platform), policy_for("auto", device.platform).compute.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))
-    ledger = inference.inference(model, batch, capacity, chunk, weights, cache, name, device.platform)
-    least = roofline.decode_token(model, batch, capacity, weights, cache, device, dtype)
+    how = (model, batch, capacity, chunk, weights, cache, name, device.platform)
+    ledger = inference.inference(*how, use_cache=use_cache)
+    work = (capacity, weights, cache, device, dtype)
+    least = roofline.decode_token(model, batch, *work) if use_cache else roofline.prefill(model, batch, *work)
     return _on(device, ledger, least)
 
 

@@ -8,7 +8,7 @@
 | int4, int4-64, int4-32 | 1/2, two in a byte | one fp16 for every 128, 64 or 32 (GPTQ, Frantar et al. 2022; AWQ) |
 
 Matrices, embeddings and the head are stored so; norms and biases stay in 16 bit, or in 32 where the format is fp32. Of
-a cache in int8 each token has an fp16 scale for its keys and one for its values, in each head.
+a cache in int8 each token has a float32 scale for its keys and one for its values, in each head.
 """
 
 import dataclasses
@@ -17,7 +17,11 @@ import math
 from jaxllm.errors import UserError
 from jaxllm.model.specs import ParamSpec
 
+# In the place of a format: the one that programs compute with.
+AUTO = "auto"
+INT8 = "int8"
 SCALE_BYTES = 2
+_CACHE_SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,7 @@ def cache_itemsize(name: str) -> tuple[int, int]:
     short = _LONG_NAMES.get(name, name)
     if short not in CACHE_FORMATS:
         raise UserError(f"{name!r} is no format of a KV cache; choose one of {', '.join(CACHE_FORMATS)}")
-    return FORMATS[short].bits // 8, SCALE_BYTES if FORMATS[short].scaled else 0
+    return FORMATS[short].bits // 8, _CACHE_SCALE_BYTES if FORMATS[short].scaled else 0
 
 
 def compute_itemsize(name: str, platform: str) -> int:

@@ -13,9 +13,10 @@ from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Ledger, Row
 from jaxllm.ledger.setting import FLOAT32
 from jaxllm.model.specs import cache_slots, cache_specs, param_specs
 
-# A row's place in the decode state beside logits and seen: length, reason, tokens made and their limit (int32),
-# 16 end ids, six sampling numbers, a key of two words, and a flag.
-ROW_BYTES = 4 * 4 + 16 * 4 + 6 * 4 + 2 * 4 + 1
+# A row's place in the decode state beside the tokens seen: length, reason, next token, tokens made and their limit
+# (int32), 16 end ids, six sampling numbers, a key of two words, and a flag.
+TOKEN = 4
+ROW_BYTES = 5 * 4 + 16 * 4 + 6 * 4 + 2 * 4 + 1
 
 
 def inference(
@@ -28,6 +29,7 @@ def inference(
     name: str = "",
     platform: str = "cpu",
     prompt_logprobs: bool = False,
+    use_cache: bool = True,
 ) -> Ledger:
     """The bill of decoding on one device.
 
@@ -40,16 +42,17 @@ def inference(
       name: of the model, for the ledger.
       platform: cpu | gpu | tpu.
       prompt_logprobs: whether prompts are scored: the log-probabilities of every token of a chunk.
+      use_cache: False runs the whole forward pass for every token, and keeps the tokens in the cache's place.
     Raises:
       UserError: no such format.
     """
     made = [
         *weight_rows(model, weight_dtype),
-        *cache_rows(model, batch, capacity, cache_dtype),
+        *(cache_rows(model, batch, capacity, cache_dtype) if use_cache else _tokens(batch, capacity)),
         *_state(model, batch),
     ]
-    for phase, tokens in ((PREFILL, chunk), (DECODE, 1)):
-        made += workspace_rows(model, batch, capacity, tokens, weight_dtype, platform, phase)
+    for phase, tokens in ((PREFILL, chunk), (DECODE, 1)) if use_cache else ((DECODE, capacity),):
+        made += workspace_rows(model, batch, capacity, tokens, weight_dtype, platform, phase, use_cache)
     if prompt_logprobs:
         made += _scoring(model, batch, chunk)
     parameters = sum(spec.size for spec in leaves(param_specs(model)))
@@ -101,10 +104,15 @@ def cache_rows(model: Architecture, batch: int, capacity: int, cache_dtype: str)
     return made
 
 
+def _tokens(batch: int, capacity: int) -> list[Row]:
+    """What stands in for the cache where there is none."""
+    size = batch * capacity * TOKEN
+    return [rows.row("tokens so far", "decode state", PERSISTENT, f"{batch} × {capacity:,} × {TOKEN} B", size)]
+
+
 def _state(model: Architecture, batch: int) -> list[Row]:
     V = model.vocab_size
     return [
-        rows.row("next logits", "decode state", PERSISTENT, f"{batch} × {V:,} × 4 B", batch * V * FLOAT32),
         rows.row("tokens seen", "decode state", PERSISTENT, f"{batch} × {V:,} × 1 B", batch * V),
         rows.row(
             "lengths, limits, sampling", "decode state", PERSISTENT, f"{batch} × {ROW_BYTES} B", batch * ROW_BYTES

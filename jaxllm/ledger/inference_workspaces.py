@@ -43,6 +43,7 @@ class _Pass:
 
     Attributes:
       c: bytes of a number that computes.
+      cached: whether there is a cache; else all tokens of the sequences are run, and attend to one another.
     """
 
     model: Architecture
@@ -51,6 +52,7 @@ class _Pass:
     tokens: int
     c: int
     platform: str
+    cached: bool
 
     @property
     def count(self) -> int:
@@ -69,10 +71,11 @@ class _Pass:
     @property
     def wraps(self) -> bool:
         """Whether layers with a ring take several tokens in: they read the old slots and write the new ones apart."""
-        return self.tokens > 1 and any(slots < self.capacity for slots in map(self._slots, self.model.pattern))
+        rings = (self._slots(kind) < self.capacity for kind in self.model.pattern)
+        return self.tokens > 1 and any(rings)
 
     def _slots(self, kind: str) -> int:
-        return cache_slots(self.model, kind, self.capacity)
+        return cache_slots(self.model, kind, self.capacity) if self.cached else self.capacity
 
     @property
     def keys(self) -> int:
@@ -99,23 +102,33 @@ class _Pass:
 
 
 def workspace_rows(
-    model: Architecture, batch: int, capacity: int, tokens: int, weight_dtype: str, platform: str, phase: str
+    model: Architecture,
+    batch: int,
+    capacity: int,
+    tokens: int,
+    weight_dtype: str,
+    platform: str,
+    phase: str,
+    cached: bool = True,
 ) -> list[Row]:
     """The rows of a phase.
 
     Args:
       tokens: new ones of each sequence.
       phase: PREFILL or DECODE.
+      cached: whether there is a cache.
     """
-    one = _Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform)
+    one = _Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
     kind = f"{phase} workspace"
-    made = list(_copies(one, phase))
+    # Without a cache a decoded token takes what a prefill of all of them does.
+    like = phase if cached else PREFILL
+    made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
     # On a GPU a token is chosen where the copies of a decoded token's weights have been; elsewhere it comes on top.
-    shared = platform == "gpu" and phase == DECODE
+    shared = platform == "gpu" and like == DECODE
     there = sum(row.bytes_per_device for row in made if shared and row.name == _CUT)
     choice = _choice(one, phase)
     moments = {
-        "attention": _attention(one, phase),
+        "attention": _attention(one, like),
         "MLP": _mlp(one),
         "logits and choice of a token": max(choice - there, 0),
     }

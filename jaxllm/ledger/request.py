@@ -8,7 +8,7 @@ from jaxllm import architectures, mesh
 from jaxllm.config import Architecture, Config
 from jaxllm.errors import UserError
 from jaxllm.hardware import Device
-from jaxllm.ledger import bill
+from jaxllm.ledger import bill, formats
 from jaxllm.ledger.rows import Ledger
 
 TASKS = ("train", "infer")
@@ -74,11 +74,14 @@ def require_programs(request: Request) -> None:
       UserError: there are none; names the flag.
     """
     plain = bill.plain_format(request.device.platform)
-    for flag, name in (("weights", request.weights), ("cache", request.cache)):
-        if name not in (bill.AUTO, plain):
+    for flag, name, there in (
+        ("weights", request.weights, (bill.AUTO, plain)),
+        ("cache", request.cache, (bill.AUTO, plain, formats.INT8)),
+    ):
+        if name not in there:
             raise UserError(
-                f"--{flag} is {name}, and there is no program of it to compile yet: on {request.device.name} both "
-                f"weights and cache are {plain}; leave out --compile for the bill alone, or --{flag}"
+                f"--{flag} is {name}, and there is no program of it to compile: on {request.device.name} weights are "
+                f"{plain}, and a cache is {plain} or int8; leave out --compile for the bill alone, or --{flag}"
             )
 
 

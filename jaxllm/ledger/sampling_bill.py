@@ -10,6 +10,7 @@ from jaxllm.hardware import Device
 from jaxllm.ledger import bill, report, shortage
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.admission import Room, room
+from jaxllm.ledger.bill import AUTO
 from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Figure, Ledger, Unknown, format_bytes
 
 Say = Callable[[str], None]
@@ -25,6 +26,7 @@ class SamplingBill:
       chunk: prompt tokens taken at a time.
       device: this machine's by default.
       held: bytes of it that others have; asked of it by default.
+      cache: format of keys and values; None where there is no cache, and all is computed anew for every token.
     """
 
     def __init__(
@@ -36,13 +38,15 @@ class SamplingBill:
         chunk: int,
         device: Device | None = None,
         held: Figure | None = None,
+        cache: str | None = AUTO,
     ):
         self._device = device or hardware.this_machine()
         self._held = device_lib.held_by_others() if held is None else held
         available = device_lib.left_for_us(self._device, self._held)
 
         def billed(batch: int, context: int) -> Ledger:
-            ledger = bill.sampling(name, model, self._device, batch, context, min(chunk, context))
+            how = {"cache": cache or AUTO, "use_cache": cache is not None}
+            ledger = bill.sampling(name, model, self._device, batch, context, min(chunk, context), **how)
             return dataclasses.replace(ledger, capacity_bytes=available)
 
         self._billed, self._batch, self._context = billed, batch, context
@@ -76,7 +80,7 @@ class SamplingBill:
 
         Args:
           live: bytes on the device, by kind of row: "weights", "KV cache".
-          compiled_peaks: of the programs by phase, as XLA tells.
+          compiled_peaks: of the programs by name, which begins with its phase, as XLA tells.
         """
         parts = []
         for kind, found in live.items():
@@ -84,6 +88,7 @@ class SamplingBill:
             off = "as billed" if formula == found else f"{formula - found:+,} B: the bill says {formula:,} B"
             parts.append(f"{kind} {found:,} B ({off})")
         for phase, peak in compiled_peaks.items():
+            phase = DECODE if phase.startswith(DECODE) else phase
             assert phase in (PREFILL, DECODE), phase
             formula = self.ledger.persistent_bytes + self.ledger.phase_bytes(phase)
             off = "" if isinstance(peak, Unknown) or not peak else f" ({(formula - peak) / peak:+.1%})"

@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm import programs
 from jaxllm.config import Architecture, Config
+from jaxllm.ledger.formats import AUTO, INT8
 from jaxllm.programs import Program
 from jaxllm.train.precision import policy_for
 
@@ -19,12 +22,14 @@ class Sampling:
       context: tokens of prompt and text a sequence may have.
       chunk: prompt tokens of each sequence that one prefill takes.
       steps: tokens of each that one decode call makes at most.
+      cache: format of keys and values: int8, or what programs compute with.
     """
 
     batch: int
     context: int
     chunk: int
     steps: int
+    cache: str = AUTO
 
 
 def programs_of(
@@ -41,7 +46,13 @@ def programs_of(
         recipe = programs.make_recipe(config, model, platform)
         return {"train_step": programs.train_step(config, recipe, over)}  # type: ignore[arg-type]
     dtype = policy_for("auto", platform).compute
+    how = (sampling.context, dtype, cache_dtype(sampling.cache, dtype), platform == "tpu")
     return {
-        "prefill": programs.prefill(model, sampling.batch, sampling.chunk, sampling.context, dtype),
-        "decode": programs.decode(model, sampling.batch, sampling.steps, sampling.context, dtype),
+        "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *how),
+        "decode": programs.decode(model, sampling.batch, sampling.steps, *how),
     }
+
+
+def cache_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """Of keys and values in a format: int8, or any other for what programs compute with."""
+    return jnp.int8 if name == INT8 else dtype

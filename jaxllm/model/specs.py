@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxllm.config import Architecture
 
-Role = Literal["matrix", "embedding", "head", "bias", "norm", "cache"]
+Role = Literal["matrix", "embedding", "head", "bias", "norm", "cache", "cache scale"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,17 +175,21 @@ def cache_slots(model: Architecture, kind: str, capacity: int) -> int:
     return min(model.window, capacity) if kind == "sliding" else capacity
 
 
-def cache_specs(model: Architecture, batch: int, capacity: int) -> dict[str, Any]:
+def cache_specs(model: Architecture, batch: int, capacity: int, scaled: bool = False) -> dict[str, Any]:
     """Keys and values of `batch` sequences of up to `capacity` tokens, declared like the parameters.
 
     Each layer kind has `{"k", "v"}` of shape `[repeats, B, K, S, H]` (no `repeats` in the tail), S from
     `cache_slots`: the heads stand outside the slots so that one head's keys are contiguous.
+
+    Args:
+      scaled: of a cache in 8 bits: with `{"k_scale", "v_scale"}` beside, a number for each vector.
     """
 
     def layer(kind: str) -> dict[str, ParamSpec]:
         shape = (batch, model.kv_heads, cache_slots(model, kind, capacity), model.head_dim)
         spec = ParamSpec(shape, ("batch", "kv_heads", "slots", "head_dim"), "cache", "zeros")
-        return {"k": spec, "v": spec}
+        scale = ParamSpec(shape[:-1], spec.axes[:-1], "cache scale", "zeros")
+        return {"k": spec, "v": spec} | ({"k_scale": scale, "v_scale": scale} if scaled else {})
 
     return {
         "layers": tuple(_stack(layer(kind), model.repeats) for kind in model.pattern) if model.repeats else (),

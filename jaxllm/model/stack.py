@@ -93,9 +93,9 @@ def with_cache(
         i, stacked = inputs
         written = []
         for kind, layer, kv in zip(model.pattern, stacked, caches, strict=True):
-            x, cached, _ = block(x, layer, kind, LayerCache(kv["k"], kv["v"], i, lengths, capacity))
+            x, cached, _ = block(x, layer, kind, LayerCache(kv, i, lengths, capacity))
             assert cached is not None
-            written.append({"k": cached.k, "v": cached.v})
+            written.append(cached.arrays)
         return (x, tuple(written)), None
 
     caches = cache["layers"]
@@ -104,7 +104,8 @@ def with_cache(
         (x, caches), _ = jax.lax.scan(repeat, (x, caches), (index, params["layers"]), unroll=model.unroll)
     tail = []
     for kind, layer, kv in zip(model.tail, params["tail"], cache["tail"], strict=True):
-        x, cached, _ = block(x, layer, kind, LayerCache(kv["k"][None], kv["v"][None], 0, lengths, capacity))
+        alone = jax.tree.map(lambda x: x[None], kv)
+        x, cached, _ = block(x, layer, kind, LayerCache(alone, 0, lengths, capacity))
         assert cached is not None
-        tail.append({"k": cached.k[0], "v": cached.v[0]})
+        tail.append(jax.tree.map(lambda x: x[0], cached.arrays))
     return x, {"layers": caches, "tail": tuple(tail)}

@@ -73,15 +73,13 @@ def confirm_training(found: training.Search, wanted: int, compile_for: Compile) 
 def confirm_inference(
     found: inference.Search, config: Config, wanted: int, compile_for: Compile
 ) -> Confirmation[inference.Verdict]:
-    """The same of sampling from the model of `config`, of what programs compute with as it is stored."""
-    plain = inference.plain(found.device)
-    fitting = [each for each in found.fitting if (each.choice.weights, each.choice.cache) == (plain, plain)]
+    """The same of sampling from the model of `config`, of weights and caches that there are programs of."""
+    fitting = [each for each in found.fitting if inference.has_program(each.choice, found.device)]
 
     def compile_one(verdict: inference.Verdict) -> Mapping[str, Inspection]:
         choice = verdict.choice
-        return compile_for(
-            config, Sampling(choice.batch, choice.context, min(engine.CHUNK, choice.context), engine.STEPS)
-        )
+        chunk = min(engine.CHUNK, choice.context)
+        return compile_for(config, Sampling(choice.batch, choice.context, chunk, engine.STEPS, choice.cache))
 
     return _confirm(fitting, wanted, found.device, compile_one)
 

@@ -102,6 +102,11 @@ def plain(device: Device) -> str:
     return bill.plain_format(device.platform)
 
 
+def has_program(choice: Serving, device: Device) -> bool:
+    """Whether the decoder runs with weights and cache in these formats."""
+    return choice.weights == plain(device) and choice.cache in (plain(device), formats_lib.INT8)
+
+
 def formats(device: Device, wanted: str = "search", of: str = "weights") -> tuple[str, ...]:
     """Formats to choose among on a device, the widest first.
 

@@ -20,9 +20,9 @@ def infer(request: Request, output: Output) -> dict[str, Any]:
             "nothing_fits": _remedies(found, request, output)
         }
     made: Confirmation[inference.Verdict] = Confirmation()
-    plain, best = inference.plain(request.device), found.fitting[0].choice
-    if (best.weights, best.cache) != (plain, plain):
-        output.say(f"not compiled: only programs of {plain} weights and caches are, and the best has others")
+    if not inference.has_program(found.fitting[0].choice, request.device):
+        plain = inference.plain(request.device)
+        output.say(f"not compiled: there are programs of {plain} weights alone, and the best has others")
     else:
         wanted, compile_for = compiler(request, 1, output)
         if compile_for is not None:

@@ -255,17 +255,33 @@ def test_int8_is_off_by_half_a_step_at_most():
 
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("S", [5, 140])
-def test_writing_a_token_on_a_tpu(S, H):
+@pytest.mark.parametrize(("T", "int8"), [(1, False), (1, True), (9, False), (200, True)])
+def test_writing_tokens_on_a_tpu(S, H, T, int8):
     stack = jax.random.normal(jax.random.key(0), (LAYERS, 4, 2, S, H))
-    token = jax.random.normal(jax.random.key(1), (4, 2, H))
-    slots = jnp.array([0, S - 1, S, S // 2])  # the third row writes nothing
-    write = jax.jit(functools.partial(decode_write_tpu.write_token, interpret=True))
-    got_k, got_v = write(stack, 2 * stack, token, -token, jnp.int32(LAYER), slots)
-    want_k, want_v = np.array(stack), np.array(2 * stack)
-    for row in (0, 1, 3):
-        want_k[LAYER, row, :, slots[row]], want_v[LAYER, row, :, slots[row]] = token[row], -token[row]
-    np.testing.assert_array_equal(got_k, want_k)
-    np.testing.assert_array_equal(got_v, want_v)
+    token = jax.random.normal(jax.random.key(1), (4, 2, T, H))
+    stacks, tokens = {"k": stack, "v": 2 * stack}, {"k": token, "v": -token}
+    if int8:
+        stacks, tokens = map(as_int8, (stacks, tokens))
+    starts = np.array([0, S - 1, 0, S // 2])
+    slots = (starts[:, None] + np.arange(T)) % S
+    slots[:, : max(T - S, 0)] = S  # of those that share a slot the last alone
+    slots[2] = S  # a row that writes nothing
+    slots[3, : T // 3] = S  # and one that is padded
+    write = jax.jit(functools.partial(decode_write_tpu.write_tokens, interpret=True))
+    got = write(stacks, tokens, jnp.int32(LAYER), jnp.array(slots))
+    assert got.keys() == stacks.keys()
+    for name, stack in stacks.items():
+        want = np.array(stack)
+        for row, t in np.ndindex(4, T):
+            if slots[row, t] < S:
+                want[LAYER, row, :, slots[row, t]] = tokens[name][row, :, t]
+        np.testing.assert_array_equal(got[name], want)
+        assert got[name].dtype == stack.dtype
+
+
+def as_int8(arrays):
+    numbers = {name: decode_int8.quantize(x) for name, x in arrays.items()}
+    return {name: x for name, (x, _) in numbers.items()} | {f"{name}_scale": s for name, (_, s) in numbers.items()}
 
 
 def rejected(case, platform):
