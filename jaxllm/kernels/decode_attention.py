@@ -72,6 +72,10 @@ def decode_attention(
     kernels = {"gpu": decode_gpu, "tpu": decode_tpu}
     if platform not in kernels:
         raise ValueError(f"no decode attention for platform {platform!r}; there are auto, cpu, gpu and tpu")
+    if platform == "gpu" and not decode_gpu.reaches(k.shape, k.dtype.itemsize):
+        # A copy of one layer, which the kernel reaches where it does not reach all of them.
+        k, v, *scales = (x[index][None] for x in (k, v, *scales))
+        scales, index = tuple(scales), jnp.zeros_like(index)
     run = functools.partial(
         kernels[platform].partials, tokens=T, window=window, scale=scale, softcap=softcap, interpret=interpret
     )
@@ -92,7 +96,8 @@ def _where_it_runs(*arrays: Any, **options: Any) -> Array:
 
     # All branches are traced wherever the program runs: what a kernel has not got is the reference's from the start.
     q, k = arrays[:2]
-    gpu = "cpu" if q.shape[-1] % decode_gpu.LEAST else "gpu"
+    reached = decode_gpu.reaches(k.shape[-4:], k.dtype.itemsize)
+    gpu = "gpu" if reached and not q.shape[-1] % decode_gpu.LEAST else "cpu"
     tpu = "cpu" if jnp.float16 in (q.dtype, k.dtype) else "tpu"
     return jax.lax.platform_dependent(*arrays, cuda=on(gpu), tpu=on(tpu), default=on("cpu"))
 
