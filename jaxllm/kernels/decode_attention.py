@@ -66,7 +66,7 @@ def decode_attention(
     K, S = k.shape[2:4]
     # A full cache holds no more than its slots.
     lengths = lengths.astype(jnp.int32) if capacity > S else jnp.minimum(lengths.astype(jnp.int32), S)
-    scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
+    scales: tuple[Array, ...] = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     if platform == "cpu":
         return _plain(q, k[index], v[index], lengths, tuple(x[index] for x in scales), window, scale, softcap)
     kernels = {"gpu": decode_gpu, "tpu": decode_tpu}
@@ -74,8 +74,8 @@ def decode_attention(
         raise ValueError(f"no decode attention for platform {platform!r}; there are auto, cpu, gpu and tpu")
     if platform == "gpu" and not decode_gpu.reaches(k.shape, k.dtype.itemsize):
         # A copy of one layer, which the kernel reaches where it does not reach all of them.
-        k, v, *scales = (x[index][None] for x in (k, v, *scales))
-        scales, index = tuple(scales), jnp.zeros_like(index)
+        k, v = k[index][None], v[index][None]
+        scales, index = tuple(x[index][None] for x in scales), jnp.zeros_like(index)
     run = functools.partial(
         kernels[platform].partials, tokens=T, window=window, scale=scale, softcap=softcap, interpret=interpret
     )
