@@ -41,6 +41,22 @@ def test_json_is_one_object_and_no_cache_gives_the_same_tokens(workdir):
     assert bill.index("fits: needs") < bill.index("ledger: measured")
     without = runs.command("jaxllm.sample", *arguments, "--no_cache")
     assert json.loads(without.stdout)["results"] == answer["results"]
+    assert "KV cache" not in without.stderr, "what is not there is not billed"
+    assert "tokens so far" in without.stderr
+    assert "decode peak" in without.stderr
+
+
+def test_a_cache_in_int8_is_half_as_large_and_billed_so(workdir):
+    arguments = [f"--model={workdir}", "--prompt=alpha ", "--max_new_tokens=8", "--json", "--cache_dtype=int8"]
+    done = runs.command("jaxllm.sample", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["results"][0]["tokens"]
+    measured = next(line for line in done.stderr.splitlines() if line.startswith("ledger: measured: "))
+    assert measured.count("B (as billed)") == 2
+    assert "KV cache scales, full " in done.stderr
+    refused = runs.command("jaxllm.sample", *arguments, "--no_cache")
+    assert refused.returncode == 2
+    assert "--no_cache and --cache_dtype=int8 do not go together" in refused.stderr
 
 
 def test_live_text_and_times_apart(workdir):

@@ -67,12 +67,16 @@ def decode_attention(
     K, S = k.shape[2:4]
     # A full cache holds no more than its slots.
     lengths = lengths.astype(jnp.int32) if capacity > S else jnp.minimum(lengths.astype(jnp.int32), S)
-    scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
+    scales: tuple[Array, ...] = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     if platform == "cpu":
         return _plain(q, k[index], v[index], lengths, tuple(x[index] for x in scales), window, scale, softcap)
     kernels = {"gpu": decode_gpu, "tpu": decode_tpu}
     if platform not in kernels:
         raise ValueError(f"no decode attention for platform {platform!r}; there are auto, cpu, gpu and tpu")
+    if platform == "gpu" and not decode_gpu.reaches(k.shape, k.dtype.itemsize):
+        # A copy of one layer, which the kernel reaches where it does not reach all of them.
+        k, v = k[index][None], v[index][None]
+        scales, index = tuple(x[index][None] for x in scales), jnp.zeros_like(index)
     run = functools.partial(
         kernels[platform].partials, tokens=T, window=window, scale=scale, softcap=softcap, interpret=interpret
     )
@@ -96,6 +100,8 @@ def _where_it_runs(*arrays: Any, **options: Any) -> Array:
     dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k)]
     chosen = {name: attention_choice.decoding(name, q.shape[-1], *dtypes) for name in ("gpu", "tpu")}
     gpu, tpu = (name if one.implementation == "pallas" else "cpu" for name, one in chosen.items())
+    if not decode_gpu.reaches(k.shape[-4:], k.dtype.itemsize):
+        gpu = "cpu"  # one layer's int8 cache between 2 and 4 GiB
     return jax.lax.platform_dependent(*arrays, cuda=on(gpu), tpu=on(tpu), default=on("cpu"))
 
 

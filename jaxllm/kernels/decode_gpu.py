@@ -5,6 +5,7 @@ leaves maximum, sum and weighted values for `decode_attention` to combine (Dao e
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -28,6 +29,12 @@ def split_count(batch: int, kv_heads: int, queries: int, slots: int, block: int)
     """Programs that share a row's slots: so many that the device is busy, and each has two steps or more."""
     alone = batch * kv_heads * pl.cdiv(queries, _MOST_ROWS)
     return max(1, min(pl.cdiv(_PROGRAMS, alone), pl.cdiv(slots, 2 * block)))
+
+
+def reaches(shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether Pallas' offsets reach all of an array: signed 32 bits up to 4 GiB, too few for bytes; then 64."""
+    size = math.prod(shape)
+    return size <= 2**31 or size * itemsize > 2**32
 
 
 def block_length(head_dim: int, itemsize: int) -> int:
@@ -73,8 +80,7 @@ def partials(
     """
     B, K, R, H = q.shape
     S = k.shape[3]
-    # Pallas counts elements in 32 bits where the array has 4 GiB or less: too few for bytes.
-    if k.dtype.itemsize == 1 and 2**31 < k.size <= 2**32:
+    if not reaches(k.shape, k.dtype.itemsize):
         raise ValueError(f"an int8 cache of {k.size} elements cannot be indexed: take fewer than 2**31 or over 2**32")
     block = block_length(H, max(q.dtype.itemsize, k.dtype.itemsize))
     splits = split_count(B, K, R, S, block)

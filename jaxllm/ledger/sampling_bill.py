@@ -45,8 +45,8 @@ class SamplingBill:
         available = device_lib.left_for_us(self._device, self._held)
 
         def billed(batch: int, context: int) -> Ledger:
-            how = {"cache": cache or AUTO, "use_cache": cache is not None}
-            ledger = bill.sampling(name, model, self._device, batch, context, min(chunk, context), **how)
+            what = (name, model, self._device, batch, context, min(chunk, context))
+            ledger = bill.sampling(*what, cache=cache or AUTO, use_cache=cache is not None)
             return dataclasses.replace(ledger, capacity_bytes=available)
 
         self._billed, self._batch, self._context = billed, batch, context

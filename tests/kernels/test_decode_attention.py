@@ -236,6 +236,33 @@ def test_arguments_that_do_not_belong_together(change, words):
         decode_attention(jnp.zeros((3, 9, 4, 16)), k, v, jnp.array(SMALL.lengths), **good)
 
 
+def test_offsets_that_32_bits_do_not_reach():
+    assert decode_gpu.reaches((2**31,), 1)
+    assert not decode_gpu.reaches((2**31 + 1,), 1)
+    assert not decode_gpu.reaches((32, 8, 8, 16_384, 128), 1), "2 bytes a number would be 8 GiB, and reached"
+    assert decode_gpu.reaches((32, 8, 8, 16_384, 128), 2)
+    assert decode_gpu.reaches((2**32 + 1,), 1)
+    big = {"k": jax.ShapeDtypeStruct((32, 8, 8, 16_384, 128), jnp.int8)}
+    scale = jax.ShapeDtypeStruct(big["k"].shape[:-1], jnp.float32)
+    q = jax.ShapeDtypeStruct((8, 1, 32, 128), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def run(q, k, v, lengths, k_scale, v_scale):
+        options = {"window": 0, "scale": 1.0, "softcap": 0.0, "capacity": 16_384, "layer": 3, "platform": "gpu"}
+        return decode_attention(q, k, v, lengths, k_scale=k_scale, v_scale=v_scale, **options)
+
+    assert jax.eval_shape(run, q, big["k"], big["k"], lengths, scale, scale).shape == q.shape
+
+
+def test_a_layer_taken_out_of_the_stack_gives_the_same(monkeypatch):
+    case = dataclasses.replace(SMALL, int8=True)
+    got = kernel(case, "gpu")
+    monkeypatch.setattr(decode_lib.decode_gpu, "reaches", lambda shape, _: shape[0] == 1)
+    compiled.cache_clear()
+    np.testing.assert_array_equal(kernel(case, "gpu"), got)
+    compiled.cache_clear()
+
+
 def test_a_head_is_made_of_powers_of_two():
     assert decode_gpu.parts_of(80) == [(0, 64), (64, 16)]
     assert decode_gpu.parts_of(256) == [(0, 256)]

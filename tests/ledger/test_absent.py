@@ -224,7 +224,7 @@ def test_too_large_does_not_fit():
         (("--config.mesh.data=8", "--compile"), "config.mesh wants 8 devices"),
         (("--config.optimizer.name=muon", "--config.optimizer.offload=moments"), "set offload to 'none', or use adamw"),
         (("--task", "infer", "--weights", "int4", "--compile"), "--weights is int4, and there is no program of it"),
-        (("--task", "both", "--cache", "int8", "--compile"), "--cache is int8, and there is no program of it"),
+        (("--task", "both", "--cache", "fp16", "--compile"), "--cache is fp16, and there is no program of it"),
         (("--task", "infer", "--weights", "int5"), "int4-32"),
     ],
 )

@@ -162,7 +162,7 @@ def test_narrow_formats_are_read_with_their_scales():
         work = compute.decode_token(model, 1, 1, dtype, "bf16")
         assert work.bytes_of["weights"] == pytest.approx(matrices * each + 2 * norms, rel=1e-7)
     cache = compute.decode_token(model, 1, 8192, "bf16", "int8").bytes_of["KV cache"]
-    assert cache == 2 * model.layers * 8192 * model.kv_heads * (model.head_dim + 2)
+    assert cache == 2 * model.layers * 8192 * model.kv_heads * (model.head_dim + 4)
 
 
 def test_prefill_writes_the_keys_that_decode_reads():

@@ -37,6 +37,24 @@ def test_state_is_exact(model, dtype, name):
     assert ledger.persistent_bytes == tree_bytes(held)
 
 
+@pytest.mark.parametrize("model", [BASE, GEMMA, dataclasses.replace(GEMMA, layers=3)])
+def test_state_with_an_int8_cache_is_exact(model):
+    ledger = inference(model, 3, 100, 16, "bf16", "int8")
+    held = (abstract(param_specs(model), jnp.bfloat16), decode_state.abstract(model, 3, 100, jnp.int8))
+    assert ledger.persistent_bytes == tree_bytes(held)
+
+
+def test_state_without_a_cache_is_exact():
+    ledger = inference(BASE, 3, 100, 16, "fp32", "fp32", use_cache=False)
+    held = (
+        abstract(param_specs(BASE), jnp.float32),
+        decode_state.abstract(BASE, 3, 100, jnp.float32, with_cache=False),
+    )
+    assert ledger.persistent_bytes == tree_bytes(held)
+    assert not ledger.phase_bytes(PREFILL)
+    assert ledger.phase_bytes(DECODE) > inference(BASE, 3, 100, 16, "fp32", "fp32").phase_bytes(DECODE)
+
+
 def test_keys_without_values_are_caught():
     ledger = inference(GEMMA, 2, 64, 16, "fp32", "fp32")
     cache = tree_bytes(decode_state.abstract(GEMMA, 2, 64, jnp.float32).cache.kv)
@@ -144,7 +162,7 @@ def test_a_cache_in_int8_has_a_scale_for_each_token_and_head():
         if row.kind == "KV cache":
             assert 2 * sizes[row.name] == row.bytes_per_device
             scales = sizes[row.name.replace("cache", "cache scales")]
-            assert scales * GEMMA.head_dim == row.bytes_per_device
+            assert scales * GEMMA.head_dim == 2 * row.bytes_per_device
     assert narrow.persistent_bytes < wide.persistent_bytes
 
 
