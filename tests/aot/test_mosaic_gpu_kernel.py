@@ -41,7 +41,7 @@ def compiled(folder, cells):
     for i, held in enumerate(temps):
         (said,) = folder.glob(f"flash_attention_{i}.ptxas")
         spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", said.read_text())]
-        assert len(spilled) == 2
+        assert len(spilled) >= 2  # stores and loads, once or more often
         found.append((held, sum(spilled), "wgmma.mma_async" in said.with_suffix(".ptx").read_text()))
     return found
 
@@ -66,5 +66,5 @@ def test_it_compiles_and_spills_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_spills_would_be_seen(tmp_path):
-    [(_, spilled, _)] = compiled(tmp_path, [(128, "bare", "bfloat16", 1024, (128, 256, 8, 2))])
+    [(_, spilled, _)] = compiled(tmp_path, [(128, "bare", "bfloat16", 1152, (192, 192, 12, 1))])
     assert spilled > 0
