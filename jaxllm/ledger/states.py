@@ -25,14 +25,14 @@ def state_rows(setting: Setting) -> list[Row]:
     """
     kind = "master weights" if setting.mixed else "weights"
     phase = rows.HOST if setting.config.optimizer.offload == "all" else rows.PERSISTENT
-    own, padding = _stored(setting.layout, trained=True)
+    own, padding = _stored(setting.layout, True)
     frozen = setting.layout.frozen
     name = "LoRA adapters" if frozen else kind
     made = [rows.numbers(name, kind, phase, own, setting.store)]
     if padding:
         made.append(rows.numbers(f"padding of {name}", kind, phase, padding, setting.store))
     if frozen:  # as they compute: no masters, no gradients, no moments
-        own, padding = _stored(setting.layout, trained=False)
+        own, padding = _stored(setting.layout, False)
         made.insert(0, rows.numbers(FROZEN, "weights", rows.PERSISTENT, own, setting.compute))
         if padding:
             made.append(rows.numbers(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, setting.compute))

@@ -96,9 +96,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
     if setting.layout.frozen and setting.stage < 3 and not model.experts:
         # Of weights with gradients, these have their places.
         weights = [one_layer(setting, trained=False)]
-        parts.append(
-            arrays("weights of one layer, out of their stacks", "weights", BACKWARD, weights, held_bytes(setting))
-        )
+        parts.append(arrays("weights of one layer, out of their stacks", "weights", BACKWARD, weights, FLOAT32))
     parts += _block(setting)
     yield from with_copies(setting, BACKWARD, parts)
 

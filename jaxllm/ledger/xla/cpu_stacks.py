@@ -68,11 +68,13 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
         formula = f"{more:,} B, of {many} layers"
         yield rows.row("activations in float32", "workspace", phase, formula, more), []
         chunked = setting.config.train.loss_chunk < setting.tokens
-        if setting.layout.frozen:  # all of them, before the loops over layers
-            own = [setting.computing(p) for p in setting.select("layers") if not p.trained]
-            yield arrays("frozen weights in float32", "workspace", phase, own, held)
+        if setting.layout.frozen:
+            pass
         elif setting.accumulates or (chunked and phase != BACKWARD):
             yield arrays("embeddings, in the compute dtype", "weights", phase, [head_numbers(setting)], c)
+    if setting.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, by any version
+        own = [setting.per_device(p.weight) for p in setting.select("layers") if not p.trained]
+        yield arrays("frozen weights in float32", "workspace", phase, own, FLOAT32)
     layers = setting.select("layers", "tail", trained=True)
     if setting.stage < 2:
         counts = [setting.computing(p) for p in layers]
