@@ -3,12 +3,12 @@
 Command:   python -m jaxllm.train --distributed --config configs/llama3_70b.py --config.data.path='data/train*.bin'
            on every host (experiments/cluster/ has the scripts)
 Data:      token ids of the Llama 3 tokenizer as uint32, flat files.
-Bill:      54.61 GiB at its peak (XLA plans 56.93; for v5p 54.31 of 88.48), 12.32 GiB between steps, of 75.15 GiB
+Bill:      52.99 GiB at its peak (XLA plans 52.56; for v5p 54.31 of 88.48), 12.32 GiB between steps, of 75.15 GiB
            (python -m jaxllm.ledger --config configs/llama3_70b.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/llama3_70b.py --task train --device h100 --count 64
-           The obvious choice stays, with micro-batches as large as fit: 23.8 s a step by roofline (memory bandwidth).
-           The planner's (data 16, tensor 4, five tags and the state offloaded) takes 22.7 s where all overlaps, and
-           25.8 s where the activations that tensor exchanges, and those on the host's link, are waited for.
+           The obvious choice stays, with micro-batches as large as fit: 19.1 s a step by roofline (compute). The
+           planner's (data 8, tensor 8, ZeRO 2, six tags kept) takes 15.4 s where all overlaps, but exchanges
+           activations between products that wait for them: 22.1 s.
 """
 
 from jaxllm.config import Config

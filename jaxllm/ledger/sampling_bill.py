@@ -60,10 +60,11 @@ class SamplingBill:
             alive = (row for row in ledger.rows if row.phase == phase and row.bytes_per_device)
             listed = ", ".join(f"{row.name} {format_bytes(row.bytes_per_device)}" for row in alive)
             told.append(f"  {phase}: {format_bytes(ledger.phase_bytes(phase))} = {listed}")
+        told.append(f"  {ledger.attention}")
         told.append(f"  {report.verdict(ledger)}; on {self._device.name}")
         if isinstance(self._held, int) and self._held and self._device.platform != "cpu":
             told[-1] += f", of which others hold {format_bytes(self._held)} more"
-        return [*told, f"  {ledger.attention}"]
+        return told
 
     def room(self) -> Room | Unknown:
         """Whether it fits, and the largest that would."""

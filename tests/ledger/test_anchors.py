@@ -152,20 +152,27 @@ def test_activations_of_a_classic_layer():  # Korthikanti et al. 2022, equation 
     config = run(train_batch_size=b, data_sequence_length=s, precision_policy="bf16")
     published = s * b * h * 34 + 5 * a * s * s * b
     masks, scores = s * b * h * 2, a * s * s * b * (1 + 2 - 2)
+    config.attention.implementation = "xla"
     assert of_one_layer(model, config) == published - masks - scores == s * b * h * 32 + 4 * a * s * s * b
 
 
 def test_activations_of_a_llama_layer():
-    """s·b·[h(12 + 4g) + 6f], g = kv/q heads, f the MLP's width. The 4·s·b·a of a fused kernel are the softmax's
-    logarithms, which it keeps: attention in chunks makes its scores again instead, and attention whole keeps float32
-    probabilities, 4·a·s² a sequence.
+    """s·b·[h(12 + 4g) + 6f] + 4·s·b·a, g = kv/q heads, f the MLP's width. The 4·s·b·a of a fused kernel are the
+    softmax's logarithms, which ours keeps: attention in chunks makes its scores again instead, and attention whole
+    keeps float32 probabilities, 4·a·s² a sequence.
     """
     h, a, kv, f, s, b = 128, 4, 2, 352, 64, 2
     model = dataclasses.replace(models.ROTARY, layers=2, width=h, heads=a, kv_heads=kv, head_dim=h // a, mlp_width=f)
-    config = run(train_batch_size=b, data_sequence_length=s, precision_policy="bf16", train_attention_chunk=16)
+    config = run(
+        train_batch_size=b,
+        data_sequence_length=s,
+        precision_policy="bf16",
+    )
     published_but_logarithms = s * b * (h * (12 + 4 * kv / a) + 6 * f)
+    assert of_one_layer(model, config) == published_but_logarithms + 4 * s * b * a
+    config.train.attention_chunk = 16
     assert of_one_layer(model, config) == published_but_logarithms
-    config.train.attention_chunk = 0
+    config.train.attention_chunk, config.attention.implementation = 0, "xla"
     assert of_one_layer(model, config) == published_but_logarithms + 4 * a * s * s * b
 
 
@@ -193,7 +200,8 @@ def outside(ledger: Ledger) -> int:
 
 
 def flops(model: Architecture, **fields) -> int:
-    return compute.train_step(model, run(**fields), "bf16").flops
+    """By attention whose every pair is multiplied, as these are published for."""
+    return compute.train_step(model, run(attention_implementation="xla", **fields), "bf16").flops
 
 
 def test_sqrt_remat_is_one_more_forward_pass_of_the_blocks():

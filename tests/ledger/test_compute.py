@@ -10,14 +10,16 @@ import pytest
 from jaxllm import mesh, programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config, MeshConfig, RematConfig
+from jaxllm.kernels.flash_attention import flash_attention
 from jaxllm.ledger import compute, hlo, products
 from jaxllm.model import transformer
 from jaxllm.model.specs import abstract, param_specs, parameter_count
 
 
-def run(batch=8, length=64, remat="none") -> Config:
+def run(batch=8, length=64, remat="none", attention="xla") -> Config:
     config = Config()
     config.train.batch_size, config.data.sequence_length, config.remat.policy = batch, length, remat
+    config.attention.implementation = attention
     return config
 
 
@@ -214,15 +216,66 @@ def test_muon_s_products_are_counted(experts):
     assert work.flops == pytest.approx(found.flops, rel=0.001 if experts else 0)
 
 
+def dots(jaxpr) -> int:
+    """Products in a jaxpr and those inside it."""
+    inner = (getattr(p, "jaxpr", p) for eqn in jaxpr.eqns for p in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr))
+    own = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+    return own + sum(dots(each) for each in inner if hasattr(each, "eqns"))
+
+
+def is_jaxpr(x) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def test_kernels_have_nine_products_over_the_pairs_that_are_seen():
+    """Two forward, three for the gradient of queries and four for those of keys and values; plain attention has six,
+    over all pairs."""
+    q, k = jnp.zeros((1, 64, 4, 32)), jnp.zeros((1, 2, 64, 32))
+    segments = jnp.ones((1, 64), jnp.int32)
+
+    def attend(q, k, v):
+        rules = {"causal": True, "window": 0, "scale": 1.0, "softcap": 0.0, "platform": "gpu"}
+        return flash_attention(q, k, v, segments, segments, **rules)
+
+    text = jax.make_jaxpr(lambda q, k, v: jax.vjp(attend, q, k, v)[1](q))(q, k, k)
+    calls = [eqn for eqn in text.jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+    assert sorted(dots(eqn.params["jaxpr"]) for eqn in calls) == [2, 3, 4]
+    plain, by_kernels = (
+        compute.train_step(PRODUCTS, run(2, 128, attention=name), "bf16") for name in ("xla", "pallas")
+    )
+    product = 2 * 2 * PRODUCTS.layers * PRODUCTS.heads * PRODUCTS.head_dim  # of two sequences, a pair
+    seen = 128 * 129 // 2
+    assert by_kernels.flops == plain.flops - 6 * product * 128**2 + 9 * product * seen
+    assert by_kernels.flops_of["recomputation"] == 3 * product * seen
+    # A window hides more: of sliding layers, on average of all.
+    sliding = dataclasses.replace(PRODUCTS, pattern=("sliding", "full"), window=16)
+    seen += 16 * 17 // 2 + (128 - 16) * 16
+    by_kernels = compute.train_step(sliding, run(2, 128, attention="pallas"), "bf16")
+    assert by_kernels.flops == plain.flops - 6 * product * 128**2 + 9 * product * seen // 2
+    # No array of a number a pair is moved.
+    assert by_kernels.bytes_of["activations"] < plain.bytes_of["activations"]
+
+
+def test_a_kernel_that_runs_again_is_counted():
+    """Its forward pass, where one of its two results is not kept."""
+    full, lse, both = (
+        compute.train_step(PRODUCTS, run(2, 128, policy, "pallas"), "bf16").flops
+        for policy in ("names:attn_out", "names:attn_out,attn_context", "names:attn_out,attn_context,attn_lse")
+    )
+    product = 2 * 2 * PRODUCTS.layers * PRODUCTS.heads * PRODUCTS.head_dim * 128 * 129 // 2
+    assert full == lse == both + 2 * product
+
+
+@pytest.mark.parametrize("attention", ["xla", "pallas"])
 @pytest.mark.parametrize("remat", ["none", "full", "sqrt"])
 @pytest.mark.parametrize("length", [1024, 16384])
 @pytest.mark.parametrize("name", ["gemma3-27b", "gemma2-9b", "llama3-8b", "mixtral-8x7b", "gpt2"])
-def test_utilisation_is_at_most_one(name, length, remat):
+def test_utilisation_is_at_most_one(name, length, remat, attention):
     """Where a step takes its least time, and a window hides most pairs: those that are hidden are no work."""
     model = dataclasses.replace(ARCHITECTURES[name], context_length=length)
     if "sliding" in model.pattern:
         model = dataclasses.replace(model, window=1024)
-    work = compute.train_step(model, run(4, length, remat), "bf16")
+    work = compute.train_step(model, run(4, length, remat, attention), "bf16")
     needed = compute.model_flops_per_token(model, length) * 4 * length
     assert 0 < needed <= work.flops
     # The slip that makes it more: all pairs counted as work, of a model whose program skips the hidden ones.

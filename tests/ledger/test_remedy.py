@@ -25,6 +25,7 @@ TPU_REFUSAL = (
 def llama(**fields) -> Config:
     config = Config()
     config.model.name, config.data.sequence_length, config.train.batch_size = "llama3.2-1b", 2048, 8
+    config.attention.implementation = "xla"
     for name, value in fields.items():
         section, field = name.split("_", 1)
         setattr(getattr(config, section), field, value)
@@ -67,6 +68,17 @@ def test_the_cheaper_change_comes_first():
     assert len(little.overrides) == 1
     assert any("accumulate" in one or "remat" in one for one in much.overrides)
     assert not any("batch_size" in one for one in much.overrides)
+
+
+def test_kernels_have_no_scores_to_cut():
+    """By kernels a run needs less, and is never told to cut scores: that would be for scores it has not got."""
+    config, model = llama(attention_implementation="auto"), architectures.resolve_config(llama())
+    assert peak(config) < 0.8 * peak(llama())
+    for share in (0.98, 0.8, 0.6, 0.4):
+        found = remedy(config, model, H100, int(share * peak(config)))
+        assert found.peak_bytes <= share * peak(config)
+        assert not any("attention_chunk" in one for one in found.overrides)
+    assert any("attention_chunk" in one for one in remedy(llama(), model, H100, int(0.55 * peak(llama()))).overrides)
 
 
 def test_zero_is_advised_only_where_there_is_something_to_shard_over():

@@ -54,7 +54,7 @@ def test_json_keys_are_the_contract():
     value = example().to_json()
     assert list(value) == [
         *("task", "model", "parameters", "device", "count", "rows", "peak_bytes_per_device", "capacity_bytes", "fits"),
-        *("columns", "gaps", "compute"),
+        *("columns", "gaps", "compute", "attention"),
     ]
     assert list(value["rows"][0]) == ["name", "kind", "phase", "bytes_per_device", "formula"]
     assert list(value["columns"]) == ["formula", "trace", "compiled", "device"]

@@ -38,6 +38,7 @@ def ledger_of(run):
     config.remat.policy, config.data.sequence_length = remat, length
     config.train.batch_size, config.train.accumulate = batch, accumulate
     config.train.attention_chunk, config.train.loss_chunk = attention, loss
+    config.attention.implementation = "xla"  # as they were compiled; of kernels there are cells of the grid
     return training(architectures.resolve_config(config), config, policy, "tpu")
 
 

@@ -73,8 +73,9 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
     yield from between_passes(setting, BOUNDARY, setting.parameters, c)
     if setting.stage == 3:
         # Put together, and in the order in which the loop reads it: a tied table is in it from its lookup on, and
-        # a frozen one is asked for no gradient.
+        # a frozen one is asked for no gradient. With kernels of attention, so is one that is split over `tensor`.
         ordered = setting.layout.frozen or (model.tied_embeddings and setting.accumulates)
+        ordered |= setting.attention.implementation == "pallas" and setting.tensor > 1
         copies = 1 if ordered else 2
         yield numbers("gathered head", "gathered parameters", BOUNDARY, copies * head_numbers(setting), c)
     yield numbers("logits", "logits and loss", BOUNDARY, chunk * words, FLOAT32)
@@ -213,9 +214,13 @@ def update_rows(setting: Setting) -> Iterator[Row]:
     size = FLOAT32 if setting.accumulates else setting.compute
     count = sum(setting.per_device(parameter.moment) for parameter in setting.trained)
     yield batch(setting, UPDATE)
+    together = setting.stage in (1, 2) and not setting.mixed
+    if together and setting.accumulates:
+        # Of each array of the layers they are gone when its new weights are put together.
+        count = sum(setting.per_device(p.moment) for p in setting.select("embed", "head", trained=True))
     yield numbers("gradients", "gradients", UPDATE, count, size)
     yield from from_host(setting, UPDATE)
-    if setting.stage in (1, 2) and not setting.mixed:
+    if together:
         whole = sum(map(setting.computing, setting.select("layers", trained=True)))
         yield numbers("new weights, put together", "weights", UPDATE, whole, setting.store)
     largest = max(setting.per_device(parameter.moment) for parameter in setting.trained)

@@ -157,6 +157,9 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         yield from _narrow_table(setting, BACKWARD)
     if not setting.layout.frozen:
         yield _head_gradient(setting)
+        if setting.stage == 2 and setting.accumulates and model.tied_embeddings:
+            # The lookup's, which is added to it before both are scattered.
+            yield numbers("gradient of the lookup", "gradients", BACKWARD, head_numbers(setting), FLOAT32)
     # Those of the embeddings and of the last norm come at the end and at the beginning.
     yield numbers(
         "gradients", "gradients", BACKWARD, gradient_numbers(setting, setting.select("layers", "tail", trained=True)), c
