@@ -74,7 +74,7 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
     if setting.stage == 3:
         # Put together, and in the order in which the loop reads it: a tied table is in it from its lookup on, and
         # a frozen one is asked for no gradient. With kernels of attention, so is one that is split over `tensor`.
-        ordered = setting.layout.frozen or (model.tied_embeddings and setting.accumulates)
+        ordered = bool(setting.layout.frozen) or (model.tied_embeddings and setting.accumulates)
         ordered |= setting.attention.implementation == "pallas" and setting.tensor > 1
         copies = 1 if ordered else 2
         yield numbers("gathered head", "gathered parameters", BOUNDARY, copies * head_numbers(setting), c)
