@@ -112,7 +112,9 @@ def load(
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            made = np.empty([len(range(*s.indices(n))) for s, n in zip(index, stored, strict=True)], dtype)
+            shares = [len(range(*s.indices(n))) for s, n in zip(index, stored, strict=True)]
+            # What a training step is to write over has to be JAX's own, so that it is not to be had without a copy.
+            made = copying.aligned(shares, dtype) if target is None else np.empty(shares, dtype)
             index = tuple(slice(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True))  # without padding
             sizes = [len(range(s.start, s.stop)) for s in index]
             out = made[tuple(slice(0, size) for size in sizes)]

@@ -50,8 +50,8 @@ def trained(made):
     return [run.decode() for run in found.values()]
 
 
-def opened(folder, records, length=1000, of=None):
-    return conversations.Conversations([write(folder, records)], of or text(), length)
+def opened(folder, records, length=1000, of=None, vocab_size=259):
+    return conversations.Conversations([write(folder, records)], of or text(), length, vocab_size)
 
 
 def test_answers_and_their_ends_are_trained_and_nothing_else():
@@ -163,7 +163,7 @@ RECORDS = [{"prompt": "q" * (n % 7), "answer": f"{n}:" + "a" * (3 * n % 11)} for
 
 def train(folder, batch_size=4, only=None, **fields):
     config = DataConfig(source="chat", **{"sequence_length": 48, "shuffle_window": 8} | fields)
-    made = conversations.Conversations([write(folder, RECORDS)], text(), config.sequence_length)
+    made = conversations.Conversations([write(folder, RECORDS)], text(), config.sequence_length, 259)
     return made, pipeline.train_iterator(config, batch_size, only, split=sources.Split(made, made), text=text())
 
 
@@ -251,7 +251,7 @@ def test_from_the_configuration(tmp_path):
 def test_every_answer_token_weighs_the_same(tmp_path):
     """10 and 100 trained tokens, in one micro-batch or in two: each is worth 1/110."""
     records = [{"prompt": "q" * 30, "answer": "a" * 9}, {"prompt": "q", "answer": "b" * 99}]
-    made = conversations.Conversations([write(tmp_path, records)], Text(ByteTokenizer(), end_ids=(256,)), 160)
+    made = conversations.Conversations([write(tmp_path, records)], Text(ByteTokenizer(), end_ids=(256,)), 160, 257)
     config = steps.config(train_batch_size=2, data_sequence_length=160, optimizer_name="sgd", optimizer_clip_norm=0.0)
     rows = pipeline.validation_batches(
         DataConfig(source="chat", sequence_length=160), 2, 1, split=sources.Split(made, made)
