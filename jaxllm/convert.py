@@ -115,11 +115,16 @@ def _write_gguf(opened: Pretrained, path: pathlib.Path, name: str) -> None:
         opened.model,
         opened.load(opened.stored),
         tokenizer,
-        quantization=_QUANTIZATION.value or opened.quantization or _KEPT[opened.stored.name],
+        quantization=_QUANTIZATION.value or quantization(opened),
         chat_template=opened.chat_template,
         special=opened.special,
         name=name,
     )
+
+
+def quantization(opened: Pretrained) -> str:
+    """What GGUF keeps every bit of a model in; norms are float32 there whatever the rest."""
+    return opened.quantization or _KEPT[opened.stored.name]
 
 
 def _write_folder(opened: Pretrained, folder: pathlib.Path) -> None:

@@ -95,8 +95,8 @@ def _check_ids(ids: np.ndarray, vocab_size: int, text: Text, where: str) -> None
     if largest >= vocab_size:
         name = text.tokenizer.name_of(largest) if isinstance(text.tokenizer, JsonTokenizer) else None
         raise UserError(
-            f"{where} has the token {name or '?'} of id {largest} and the model's vocab_size is {vocab_size}: it has no "
-            "embedding; take it out of the conversation or of the chat template"
+            f"{where} has the token {name or '?'} of id {largest} and the model's vocab_size is {vocab_size}: it has "
+            "no embedding; take it out of the conversation or of the chat template"
         )
 
 

@@ -132,7 +132,8 @@ def load(
         if target is None:
             return jax.device_put(part(tuple(slice(0, n) for n in spec.shape)), may_alias=True)
         sharding = target.sharding if isinstance(target, jax.ShapeDtypeStruct) else target
-        return jax.make_array_from_callback(stored, sharding, part)
+        # Waited for, or the host would hold what is still on its way beside what is read next.
+        return jax.block_until_ready(jax.make_array_from_callback(stored, sharding, part))
 
     specs = param_specs(model)
     if shardings is None:

@@ -1,8 +1,8 @@
 """A process of its own that opens a model, loads it and tells its memory: what `test_memory` runs.
 
 python memory_child.py MODEL DTYPE WAY [FAULT]: WAY is "load", "sharded" (8 devices, zero 3), "train" or "lora". It
-prints one JSON object: bytes of the result, of its largest array and of the file's largest tensor as float32, and by
-how much the process's own memory (Linux's RssAnon: pages of mapped files are not in it) grew at most.
+prints one JSON object: bytes of the result and of its largest array, numbers of the largest tensor, and by how
+much the process's own memory (Linux's RssAnon: pages of mapped files are not in it) grew at most.
 """
 
 import json
@@ -101,7 +101,7 @@ def main(model: str, dtype: str, way: str, fault: str = "") -> None:
             {
                 "final": sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards),
                 "array": max(x.nbytes for x in leaves),
-                "tensor": max(x.size // (layers if x.ndim > 2 else 1) for x in leaves) * 4,
+                "tensor": max(x.size // (layers if x.ndim > 2 else 1) for x in leaves),
                 "peak": peak.bytes,
             }
         )

@@ -49,8 +49,8 @@ class Rope:
         of_table = table.get(_FULL, {}) if isinstance(table.get(_FULL), dict) else table
         if fields.get("rope_theta", None) is not None and of_table.get("rope_theta", base) != base:
             raise UserError(
-                f"{fields.where}: rope_theta is {base!r}, and {of_table['rope_theta']!r} in the table of positions; use "
-                "the file of one release"
+                f"{fields.where}: rope_theta is {base!r}, and {of_table['rope_theta']!r} in the table of positions; "
+                "use the file of one release"
             )
         if self.sliding:
             return self._read_both(fields, known, table, base)

@@ -92,7 +92,9 @@ def test_names_of_base_models_and_of_old_releases(tmp_path):
         open_model(str(folder))
 
 
-def test_the_language_model_in_a_model_of_images(tmp_path):
+@pytest.mark.parametrize("prefixes", [("language_model.", ""), ("model.language_model.", "model.")])
+def test_the_language_model_in_a_model_of_images(tmp_path, prefixes):
+    """As releases before and after transformers 4.52 name its tensors."""
     model = folders.FAMILIES["gemma3_text"]
     tree = folders.random_tree(model)
     folder = folders.write(tmp_path / "m", model, tree, "gemma3_text")
@@ -104,9 +106,9 @@ def test_the_language_model_in_a_model_of_images(tmp_path):
 
     def change(tensors):
         for name in list(tensors):
-            tensors[f"language_model.{name}"] = tensors.pop(name)
-        tensors["vision_tower.x.weight"] = np.ones(3, ml_dtypes.bfloat16)
-        tensors["multi_modal_projector.y"] = np.ones(3, ml_dtypes.bfloat16)
+            tensors[prefixes[0] + (name.removeprefix("model.") if prefixes[1] else name)] = tensors.pop(name)
+        tensors[f"{prefixes[1]}vision_tower.x.weight"] = np.ones(3, ml_dtypes.bfloat16)
+        tensors[f"{prefixes[1]}multi_modal_projector.y"] = np.ones(3, ml_dtypes.bfloat16)
 
     rewrite(folder, change)
     opened = open_model(str(folder))
