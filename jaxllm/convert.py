@@ -31,7 +31,6 @@ from jaxllm.interop.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxllm.train import start
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_KEPT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _KINDS = ("safetensors", "gguf", "peft")
 
 _MODEL = flags.DEFINE_string("model", None, "Workdir, Hugging Face folder, .gguf file, or id of the hub.")
@@ -115,16 +114,11 @@ def _write_gguf(opened: Pretrained, path: pathlib.Path, name: str) -> None:
         opened.model,
         opened.load(opened.stored),
         tokenizer,
-        quantization=_QUANTIZATION.value or quantization(opened),
+        quantization=_QUANTIZATION.value or gguf.kept(opened),
         chat_template=opened.chat_template,
         special=opened.special,
         name=name,
     )
-
-
-def quantization(opened: Pretrained) -> str:
-    """What GGUF keeps every bit of a model in; norms are float32 there whatever the rest."""
-    return opened.quantization or _KEPT[opened.stored.name]
 
 
 def _write_folder(opened: Pretrained, folder: pathlib.Path) -> None:

@@ -14,7 +14,6 @@ import runs
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from jaxllm import convert as command
 from jaxllm.interop import byte_file, opening
 from jaxllm.interop.gguf import file as gguf_file
 from jaxllm.interop.gguf import model as gguf
@@ -114,10 +113,10 @@ def test_what_gguf_keeps_of_a_dtype_if_nothing_is_asked_for(dtype, kind, tmp_pat
     """To the bit, in both formats; in process, as the command does it."""
     tree = folders.random_tree(MODEL, dtype)
     opened = opening.open_model(str(folders.write(tmp_path / "in", MODEL, tree, "llama", 5000)))
-    assert command.quantization(opened) == kind
+    assert gguf.kept(opened) == kind
     gguf.write(tmp_path / "m.gguf", opened.model, opened.load(opened.stored), None, quantization=kind)
     again = opening.open_model(str(tmp_path / "m.gguf"))
-    assert (again.quantization, command.quantization(again)) == (kind, kind)
+    assert (again.quantization, gguf.kept(again)) == (kind, kind)
     assert same(again.load(dtype), tree)
 
 
@@ -131,7 +130,7 @@ def test_blocks_that_are_not_written_are_kept_as_float32(tmp_path):
     blocks = quantize(numbers, GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0
     path = gguf_files.rewritten(tmp_path / "in.gguf", tmp_path / "q4.gguf", tensors={name: blocks})
     opened = opening.open_model(str(path))
-    assert (opened.quantization, command.quantization(opened)) == ("", "F32")
+    assert (opened.quantization, gguf.kept(opened)) == ("", "F32")
     wide = dequantize(*blocks)
     assert np.array_equal(opened.load(np.float32)["embed"]["tokens"], wide)
     assert not np.array_equal(wide.astype(np.float16).astype(np.float32), wide)

@@ -79,6 +79,7 @@ def main(model: str, dtype: str, way: str, fault: str = "") -> None:
     else:
         config = Config()
         config.init_from, config.precision.policy = model, dtype
+        config.data.path = "none is read"
         config.data.source, config.data.sequence_length, config.optimizer.name = "tokens", 32, "sgd"
         config.lora.rank = 2 if way == "lora" else 0
         if jax.device_count() > 1:

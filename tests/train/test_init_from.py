@@ -175,9 +175,7 @@ def test_marks_beyond_the_vocabulary_do_not_stop_a_run_that_goes_on(source, tmp_
     assert opened.tokenizer.vocab_size == MODEL.vocab_size
     made = config(copy, tmp_path)
     chats.write(tmp_path, [*RECORDS, {"prompt": "<image>", "answer": "b"}])
-    with pytest.raises(
-        UserError, match=r"c.jsonl:41 has the token <image> of id 259 and the model's vocab_size is 259"
-    ):
+    with pytest.raises(UserError, match=r"c.jsonl:41 has the token <image> of id 259 and .* vocab_size is 259"):
         run(made, tmp_path / "other")
 
 

@@ -27,6 +27,7 @@ QUANTIZATIONS = {
     "BF16": LlamaFileType.MOSTLY_BF16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
+_KEPT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BLOCKS_VERSION = 2  # of the layout of quantised blocks
 
 
@@ -73,6 +74,11 @@ def _quantization(file: TensorFile) -> str:
     nothing = {name: np.broadcast_to(np.zeros((), np.uint8), shape) for name, shape in file.shapes.items()}
     same = (q for q in QUANTIZATIONS if all(file.kind(k) == tensors.stored(k, x, q) for k, x in nothing.items()))
     return next(same, "")
+
+
+def kept(opened: Pretrained) -> str:
+    """The quantization in which a file has every bit of a model: that of its own file, or that of its dtype."""
+    return opened.quantization or _KEPT[opened.stored.name]
 
 
 def write(
