@@ -184,6 +184,13 @@ def _open(
                 f"config.model.vocab_size ({vocab_size}); raise the second to {tokenizer.vocab_size}, or give the "
                 "tokenizer that belongs to the model"
             )
+        for mark in (tokenizer.bos_id, *tokenizer.end_ids[:1]) if config.source != "chat" else ():
+            if mark is not None and mark >= vocab_size:
+                raise UserError(
+                    f"config.data.tokenizer {config.tokenizer!r} begins or ends documents with the id {mark}, and "
+                    f"config.model.vocab_size is {vocab_size}; raise the second to {mark + 1}, or give the tokenizer that "
+                    "belongs to the model"
+                )
     parts = sources.split(config, vocab_size, text) if split is None else split
     documents = parts.validation if validation else parts.training
     return Examples(documents, None if config.source in ("tokens", "chat") else tokenizer), documents
