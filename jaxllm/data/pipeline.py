@@ -188,8 +188,8 @@ def _open(
             if mark is not None and mark >= vocab_size:
                 raise UserError(
                     f"config.data.tokenizer {config.tokenizer!r} begins or ends documents with the id {mark}, and "
-                    f"config.model.vocab_size is {vocab_size}; raise the second to {mark + 1}, or give the tokenizer that "
-                    "belongs to the model"
+                    f"config.model.vocab_size is {vocab_size}; raise the second to {mark + 1}, or give the tokenizer "
+                    "that belongs to the model"
                 )
     parts = sources.split(config, vocab_size, text) if split is None else split
     documents = parts.validation if validation else parts.training

@@ -380,7 +380,7 @@ def test_from_files_end_to_end(tmp_path):
 
 
 def test_ends_of_documents_beyond_the_vocabulary_are_refused(tmp_path):
-    """Names without text may be beyond it, but not those that the pipeline itself puts in: a lookup would clamp them."""
+    """Names without text may be beyond it, but not those that the pipeline puts in: a lookup would clamp them."""
     texts.save(chats.text(begins=True), tmp_path / "made")
     (tmp_path / "a.txt").write_text("some words\n" * 200)
     config = DataConfig(
