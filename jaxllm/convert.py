@@ -2,7 +2,8 @@
 
 MODEL is the workdir of a training run, a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub. Out comes
 a folder that transformers loads, or a file that llama.cpp loads, with the tokenizer; complete, or not at all. Weights
-keep the dtype that they have, and so every bit, unless --dtype or --quantization says otherwise.
+keep the dtype that they have, and so every bit, unless --dtype or --quantization says otherwise; what is in blocks that
+we do not write (Q4_K) counts as float32.
 
 Low-rank adapters that a run trained are added to its weights; with --to peft they alone are written, as a folder that
 the PEFT library loads beside the model that the run started from.
@@ -38,7 +39,9 @@ _OUT = flags.DEFINE_string("out", None, "Folder or file to write; it must not be
 _DTYPE = flags.DEFINE_string(
     "dtype", None, "Of safetensors: float32, bfloat16 or float16; that of the model if not given."
 )
-_QUANTIZATION = flags.DEFINE_string("quantization", "F16", f"Of GGUF: {', '.join(gguf.QUANTIZATIONS)}.")
+_QUANTIZATION = flags.DEFINE_string(
+    "quantization", None, f"Of GGUF: {', '.join(gguf.QUANTIZATIONS)}; the dtype of the model if not given."
+)
 _SHARD_GIB = flags.DEFINE_float("shard_gib", 5.0, "Most GiB of one safetensors file.")
 
 
@@ -50,7 +53,7 @@ def main() -> None:
         raise UserError(f"--to is {kind!r}; it must be one of {', '.join(_KINDS)}")
     if _DTYPE.value not in (None, *_DTYPES):
         raise UserError(f"--dtype is {_DTYPE.value!r}; it must be one of {', '.join(_DTYPES)}")
-    if _QUANTIZATION.value not in gguf.QUANTIZATIONS:
+    if _QUANTIZATION.value not in (None, *gguf.QUANTIZATIONS):
         raise UserError(f"--quantization is {_QUANTIZATION.value!r}; it must be one of {', '.join(gguf.QUANTIZATIONS)}")
     if not _SHARD_GIB.value > 0:
         raise UserError(f"--shard_gib is {_SHARD_GIB.value}; it must be more than 0")
@@ -111,7 +114,7 @@ def _write_gguf(opened: Pretrained, path: pathlib.Path, name: str) -> None:
         opened.model,
         opened.load(opened.stored),
         tokenizer,
-        quantization=_QUANTIZATION.value,
+        quantization=_QUANTIZATION.value or gguf.kept(opened),
         chat_template=opened.chat_template,
         special=opened.special,
         name=name,

@@ -3,8 +3,9 @@
 import json
 
 from jaxllm.data import documents
+from jaxllm.interop.byte_runs import byte_alphabet
 from jaxllm.interop.text import Text
-from jaxllm.interop.tokenizer import JsonTokenizer, byte_alphabet
+from jaxllm.interop.tokenizer import JsonTokenizer
 
 BEGIN, START, END = 256, 257, 258
 CHATML = (

@@ -1,15 +1,22 @@
 """The converting command: every source, both formats, whole or not at all."""
 
+import dataclasses
 import json
 
 import folders
+import gguf_files
+import gguf_models
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import runs
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 
 from jaxllm.interop import byte_file, opening
+from jaxllm.interop.gguf import file as gguf_file
+from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.huggingface.safetensors_files import INDEX
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.train import start
@@ -68,6 +75,65 @@ def test_a_folder_keeps_its_dtype_its_family_and_its_tokenizer(tmp_path):
     assert convert(folder, "safetensors", half, "--dtype=float16").returncode == 0
     assert opening.open_model(str(half)).stored == np.float16
     assert json.loads((half / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def tensors_of(path):
+    """name -> (type, bytes)."""
+    file = gguf_file.open_tensors(path)
+    return {
+        name: (file.kind(name), bytes(e.shape) + h.data[e.start : e.start + e.nbytes])
+        for name, (h, e) in (file._tensors.items())
+    }
+
+
+@pytest.mark.parametrize("quantization", ["F16", "Q8_0"])
+def test_a_file_becomes_a_file_of_the_same_tensors(tmp_path, quantization):
+    """GGUF to GGUF, permuted rows, 1 + w and narrow rows and all; a bit that is changed is seen."""
+    model = dataclasses.replace(gguf_models.GEMMA if quantization == "F16" else gguf_models.LLAMA, qk_norm=False)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * 0 + 0.25 if "scale" in jax.tree_util.keystr(path) else x, gguf_models.random_params(model)
+    )
+    source, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    gguf.write(source, model, params, None, quantization=quantization, chat_template="{{ messages }}")
+    done = convert(source, "gguf", out)
+    assert done.returncode == 0, done.stderr
+    assert tensors_of(out) == tensors_of(source)
+    assert {kind for kind, _ in tensors_of(out).values()} >= {quantization, "F32"}
+    names = [dict(gguf_file.open_tensors(path).metadata._values) for path in (source, out)]
+    assert names[1].pop("general.name") == "out"
+    assert names[0] == names[1]
+    content = bytearray(source.read_bytes())
+    content[-33] ^= 1
+    source.write_bytes(content)
+    assert tensors_of(out) != tensors_of(source)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.float16, "F16"), (ml_dtypes.bfloat16, "BF16"), (np.float32, "F32")])
+def test_what_gguf_keeps_of_a_dtype_if_nothing_is_asked_for(dtype, kind, tmp_path):
+    """To the bit, in both formats; in process, as the command does it."""
+    tree = folders.random_tree(MODEL, dtype)
+    opened = opening.open_model(str(folders.write(tmp_path / "in", MODEL, tree, "llama", 5000)))
+    assert gguf.kept(opened) == kind
+    gguf.write(tmp_path / "m.gguf", opened.model, opened.load(opened.stored), None, quantization=kind)
+    again = opening.open_model(str(tmp_path / "m.gguf"))
+    assert (again.quantization, gguf.kept(again)) == (kind, kind)
+    assert same(again.load(dtype), tree)
+
+
+def test_blocks_that_are_not_written_are_kept_as_float32(tmp_path):
+    """Q4_0, whose numbers float16 does not hold."""
+    gguf.write(
+        tmp_path / "in.gguf", gguf_models.LLAMA, gguf_models.random_params(gguf_models.LLAMA), None, quantization="F32"
+    )
+    name = "token_embd.weight"
+    numbers = gguf_file.open_tensors(tmp_path / "in.gguf").read(name)
+    blocks = quantize(numbers, GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0
+    path = gguf_files.rewritten(tmp_path / "in.gguf", tmp_path / "q4.gguf", tensors={name: blocks})
+    opened = opening.open_model(str(path))
+    assert (opened.quantization, gguf.kept(opened)) == ("", "F32")
+    wide = dequantize(*blocks)
+    assert np.array_equal(opened.load(np.float32)["embed"]["tokens"], wide)
+    assert not np.array_equal(wide.astype(np.float16).astype(np.float32), wide)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from jaxllm.data.records import json_lines
 from jaxllm.data.turns import ASSISTANT, Message, Turns, encode
 from jaxllm.errors import UserError
 from jaxllm.interop.text import Text
+from jaxllm.interop.tokenizer import JsonTokenizer
 
 _ANSWERS = ("answer", "completion", "response")
 _EXPECTED = 'a line is {"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "answer": …}'
@@ -35,11 +36,12 @@ class Conversations(Documents):
     Args:
       text: of the model that is trained.
       sequence_length: most tokens of one, its last target not counted.
+      vocab_size: ids that the model knows. A tokenizer may have names for more: marks for images, in a model of texts.
     Raises:
       UserError: names file:line, and what is wrong there; or no answer is left in any of them.
     """
 
-    def __init__(self, files: Sequence[File], text: Text, sequence_length: int):
+    def __init__(self, files: Sequence[File], text: Text, sequence_length: int, vocab_size: int):
         self.files, self.length = files, sequence_length
         self._of_file, self._line = array.array("q"), array.array("q")
         self._start, self._count = array.array("q"), array.array("q")
@@ -55,6 +57,7 @@ class Conversations(Documents):
                     made = encode(messages, text)
                 except UserError as error:
                     raise UserError(f"{where}: {error}") from error
+                _check_ids(made.ids, vocab_size, text, where)
                 kept = _fitted(made, sequence_length + 1)
                 seen, cut, lost = seen + 1, cut + kept.is_cut, lost + kept.lost
                 if not kept.turns.answers[1:].any():
@@ -85,6 +88,16 @@ class Conversations(Documents):
 
     def name(self, i: int) -> str:
         return f"{self.files[self._of_file[i]].name}:{self._line[i]}"
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int, text: Text, where: str) -> None:
+    largest = int(ids.max(initial=0))
+    if largest >= vocab_size:
+        name = text.tokenizer.name_of(largest) if isinstance(text.tokenizer, JsonTokenizer) else None
+        raise UserError(
+            f"{where} has the token {name or '?'} of id {largest} and the model's vocab_size is {vocab_size}: it has "
+            "no embedding; take it out of the conversation or of the chat template"
+        )
 
 
 class _Fitted(NamedTuple):

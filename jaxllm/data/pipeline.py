@@ -9,6 +9,7 @@ Conversations (the chat source) are not cut but packed whole, each into the firs
 it; what is left of a row is padding. An answer so always has its question before it.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grain
@@ -174,14 +175,22 @@ def _open(
     """One part of the corpus with its tokenizer, after checking that the model knows the ids."""
     tokenizer = None
     if config.source != "tokens" or vocab_size is None:
-        text = text or texts.load(config.tokenizer)
+        text = text or texts.load(config.tokenizer, vocab_size or sys.maxsize)
         tokenizer = text.tokenizer
         vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"config.data.tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
-                f"config.model.vocab_size ({vocab_size}); raise the second to {tokenizer.vocab_size}"
+                f"config.model.vocab_size ({vocab_size}); raise the second to {tokenizer.vocab_size}, or give the "
+                "tokenizer that belongs to the model"
             )
+        for mark in (tokenizer.bos_id, *tokenizer.end_ids[:1]) if config.source != "chat" else ():
+            if mark is not None and mark >= vocab_size:
+                raise UserError(
+                    f"config.data.tokenizer {config.tokenizer!r} begins or ends documents with the id {mark}, and "
+                    f"config.model.vocab_size is {vocab_size}; raise the second to {mark + 1}, or give the tokenizer "
+                    "that belongs to the model"
+                )
     parts = sources.split(config, vocab_size, text) if split is None else split
     documents = parts.validation if validation else parts.training
     return Examples(documents, None if config.source in ("tokens", "chat") else tokenizer), documents

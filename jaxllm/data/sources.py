@@ -56,7 +56,8 @@ def open_documents(config: DataConfig, files: Sequence[File], vocab_size: int, t
     if config.source == "tokens":
         return TokenFiles(files, config, vocab_size)
     if config.source == "chat":
-        return Conversations(files, text or texts.load(config.tokenizer), config.sequence_length)
+        text = text or texts.load(config.tokenizer, vocab_size)
+        return Conversations(files, text, config.sequence_length, vocab_size)
     return Rows(files, config.text_field, parquet=config.source == "parquet")
 
 

@@ -3,7 +3,8 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxllm.interop.tokenizer import ByteTokenizer, JsonTokenizer, byte_alphabet
+from jaxllm.interop.byte_runs import byte_alphabet
+from jaxllm.interop.tokenizer import ByteTokenizer, JsonTokenizer
 
 _END = "<|endoftext|>"
 

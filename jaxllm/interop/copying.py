@@ -6,13 +6,16 @@ cache. Here it goes tile by tile: the lines that a tile reads are still in the c
 
 import itertools
 import math
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 # Numbers of a tile along the axis that the source has side by side, and of a tile in all. Measured; half or twice as
 # many make no difference to speak of.
 _RUN = 1024
 _TILE = 8192
+_ALIGNED = 64  # bytes, of which XLA wants the start of an array to be a multiple
 
 
 def copy(source: np.ndarray, out: np.ndarray) -> None:
@@ -36,6 +39,15 @@ def copy(source: np.ndarray, out: np.ndarray) -> None:
         tile = tuple(slice(i, i + step) for i, step in zip(corner, steps, strict=True))
         # What is to be cast is put in order first: NumPy casts numbers that lie apart one by one.
         out[tile] = source[tile] if source.dtype == out.dtype else np.ascontiguousarray(source[tile])
+
+
+def aligned(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> np.ndarray:
+    """An array of no numbers yet that JAX on a CPU takes as its own; of one that lies elsewhere it makes a copy."""
+    numpy = np.dtype(dtype)
+    size = math.prod(shape) * numpy.itemsize
+    room = np.empty(size + _ALIGNED, np.uint8)
+    start = -room.ctypes.data % _ALIGNED
+    return room[start : start + size].view(numpy).reshape(shape)
 
 
 def contiguous(source: np.ndarray, dtype: np.dtype) -> np.ndarray:

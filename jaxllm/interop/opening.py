@@ -29,10 +29,10 @@ def open_model(spec: str) -> Pretrained:
             f"no {huggingface.CONFIG}){also or '; give one of these'}"
         )
     if path.is_file():
-        if path.suffix == ".gguf":
+        if path.suffix.lower() == ".gguf":
             return gguf.open_file(path)
         raise UserError(f"{spec} is a file, and no .gguf; give the folder of a model, or a .gguf file")
-    if path.suffix != ".gguf" and hub.is_id(spec):
+    if path.suffix.lower() != ".gguf" and hub.is_id(spec):
         return dataclasses.replace(huggingface.open_folder(hub.download(spec)), source=spec)
     raise UserError(
         f"{spec} is not here; give the workdir of a training run, a Hugging Face folder, a .gguf file, or an id of the "

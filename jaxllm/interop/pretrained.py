@@ -26,6 +26,7 @@ class Pretrained:
       stored: the dtype that the weights have where they are, the widest if there are several; what is in blocks of its
         own kind counts as float32.
       family: the name that its format has for its kind ("llama", "qwen3_moe"); "" where there is none.
+      quantization: of a GGUF file, what all of its matrices are in, if we write it; "" where there is no such thing.
       tokenizer: None where it comes with none. Its `bos_id` is what a document begins with, None for nothing.
       chat_template: Jinja source; None where there is none.
       special: the template's names of special tokens and how they are written: {"bos_token": "<s>", …}.
@@ -38,6 +39,7 @@ class Pretrained:
     loader: Loader
     stored: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
     family: str = ""
+    quantization: str = ""
     tokenizer: Tokenizer | None = None
     chat_template: str | None = None
     special: Mapping[str, str] = dataclasses.field(default_factory=dict)

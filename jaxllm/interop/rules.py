@@ -112,7 +112,9 @@ def load(
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            made = np.empty([len(range(*s.indices(n))) for s, n in zip(index, stored, strict=True)], dtype)
+            shares = [len(range(*s.indices(n))) for s, n in zip(index, stored, strict=True)]
+            # What a training step is to write over has to be JAX's own, so that it is not to be had without a copy.
+            made = copying.aligned(shares, dtype) if target is None else np.empty(shares, dtype)
             index = tuple(slice(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True))  # without padding
             sizes = [len(range(s.start, s.stop)) for s in index]
             out = made[tuple(slice(0, size) for size in sizes)]
@@ -130,7 +132,8 @@ def load(
         if target is None:
             return jax.device_put(part(tuple(slice(0, n) for n in spec.shape)), may_alias=True)
         sharding = target.sharding if isinstance(target, jax.ShapeDtypeStruct) else target
-        return jax.make_array_from_callback(stored, sharding, part)
+        # Waited for, or the host would hold what is still on its way beside what is read next.
+        return jax.block_until_ready(jax.make_array_from_callback(stored, sharding, part))
 
     specs = param_specs(model)
     if shardings is None:

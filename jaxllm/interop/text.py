@@ -33,11 +33,12 @@ class Text:
         return tuple(dict.fromkeys((*self.end_ids, *self.tokenizer.end_ids)))
 
 
-def load(spec: str) -> Text:
+def load(spec: str, vocab_size: int = sys.maxsize) -> Text:
     """What `config.data.tokenizer` names.
 
     Args:
       spec: "bytes", the path of a tokenizer.json, or of a folder that has one and perhaps a chat template.
+      vocab_size: of the model, where it is known: marks that the tokenizer has beyond it are left out of its count.
     Raises:
       UserError: there is none.
     """
@@ -45,7 +46,7 @@ def load(spec: str) -> Text:
     if spec == "bytes" or not (folder / "tokenizer.json").is_file():
         tokenizer = tokenizers.load(spec)
         return Text(tokenizer, end_ids=tokenizer.end_ids)
-    found = folder_tokenizer.read(folder, {}, sys.maxsize)
+    found = folder_tokenizer.read(folder, {}, vocab_size)
     return Text(found["tokenizer"], found["chat_template"], found["special"], found["end_ids"])
 
 

@@ -6,6 +6,7 @@ import json
 import pathlib
 from collections.abc import Iterator
 
+from jaxllm import architectures
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.errors import UserError
@@ -47,9 +48,10 @@ def text(workdir: pathlib.Path, config: Config) -> Text:
     Raises:
       UserError: there is none, or it is not what it should be.
     """
+    vocab_size = architectures.resolve(config.model).vocab_size
     if config.data.tokenizer != OWN:
-        return texts.load(config.data.tokenizer)
+        return texts.load(config.data.tokenizer, vocab_size)
     folder = workdir / _FOLDER
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json, which the run in {workdir} needs; bring the folder back")
-    return texts.load(str(folder))
+    return texts.load(str(folder), vocab_size)

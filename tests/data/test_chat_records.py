@@ -50,8 +50,8 @@ def trained(made):
     return [run.decode() for run in found.values()]
 
 
-def opened(folder, records, length=1000, of=None):
-    return conversations.Conversations([write(folder, records)], of or text(), length)
+def opened(folder, records, length=1000, of=None, vocab_size=259):
+    return conversations.Conversations([write(folder, records)], of or text(), length, vocab_size)
 
 
 def test_answers_and_their_ends_are_trained_and_nothing_else():
@@ -106,6 +106,65 @@ def test_without_a_template_all_is_put_end_to_end():
     assert made.answers.tolist() == [0] * 4 + [1] * (size + 1) + [0] * 5 + [2] * 4
     assert made.ids[[4 + size, -1]].tolist() == [256, 256]
     assert turns.encode(TWO_TURNS, Text(byte_level(True), end_ids=(END,))).ids.tolist()[0] == BEGIN
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+# A system turn of its own, and one that is there where nobody wrote one (Qwen 2.5).
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + CHATML
+)
+# Folded into the first question; the template ends each answer itself and has no mark before it (Llama 2, Mistral).
+FOLDED = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if m.role == 'user' %}"
+    "{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content | trim + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        (CHATML, ["It is 2 é.@", "Yes@"]),
+        (DEFAULT_SYSTEM, ["It is 2 é.@", "Yes@"]),
+        (FOLDED, [" It is 2 é.@", " Yes@"]),
+    ],
+)
+def test_system_turns_are_read_and_not_trained(template, want, begins):
+    like = text(template, begins)
+    for messages in (TWO_TURNS, [SYSTEM, *TWO_TURNS]):
+        made = turns.encode(messages, like)
+        assert trained(made) == want
+        said = bytes(i for i in made.ids.tolist() if i < 256).decode()
+        assert ("Be brief." in said) == (messages[0] is SYSTEM)
+        cut = conversations._fitted(made, int(np.flatnonzero(made.answers == 2)[0]) + 1)
+        assert trained(cut.turns) == [want[0], want[1][:1]]
+        assert (cut.is_cut, cut.lost) == (True, 0)
+        short = conversations._fitted(made, int(np.flatnonzero(made.answers == 2)[0]))
+        assert trained(short.turns) == want[:1]
+        assert short.lost == 1
+        assert len(short.turns.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # nor is the question that it has kept
+
+
+def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    with pytest.raises(UserError, match=r"c.jsonl:2: the model's chat template refuses this conversation: no system"):
+        opened(tmp_path, [{"messages": TWO_TURNS}, {"messages": [SYSTEM, *TWO_TURNS]}], of=text(template))
+
+
+def test_ids_beyond_the_vocabulary_stop_the_run_before_its_first_step(tmp_path):
+    """<|im_end|> is 258: a name that the tokenizer has and the model has no row for, which a lookup would clamp."""
+    assert len(opened(tmp_path, [{"messages": TWO_TURNS}])) == 1
+    with pytest.raises(UserError, match=r"c.jsonl:1 has the token <\|im_end\|> of id 258 and .* vocab_size is 258"):
+        opened(tmp_path, [{"messages": TWO_TURNS}], vocab_size=258)
+    plain = Text(byte_level(False), end_ids=(END,))  # no template: the end is added without being written
+    with pytest.raises(UserError, match=r"id 258"):
+        opened(tmp_path, [{"prompt": "a", "answer": "b"}], of=plain, vocab_size=258)
+    config = DataConfig(source="chat", path=str(tmp_path / "*.jsonl"), sequence_length=32)
+    with pytest.raises(UserError, match=r"of id 256 and the model's vocab_size is 200"):
+        sources.split(config, 200)
 
 
 def test_a_date_in_a_template_stands_still():
@@ -163,7 +222,7 @@ RECORDS = [{"prompt": "q" * (n % 7), "answer": f"{n}:" + "a" * (3 * n % 11)} for
 
 def train(folder, batch_size=4, only=None, **fields):
     config = DataConfig(source="chat", **{"sequence_length": 48, "shuffle_window": 8} | fields)
-    made = conversations.Conversations([write(folder, RECORDS)], text(), config.sequence_length)
+    made = conversations.Conversations([write(folder, RECORDS)], text(), config.sequence_length, 259)
     return made, pipeline.train_iterator(config, batch_size, only, split=sources.Split(made, made), text=text())
 
 
@@ -251,7 +310,7 @@ def test_from_the_configuration(tmp_path):
 def test_every_answer_token_weighs_the_same(tmp_path):
     """10 and 100 trained tokens, in one micro-batch or in two: each is worth 1/110."""
     records = [{"prompt": "q" * 30, "answer": "a" * 9}, {"prompt": "q", "answer": "b" * 99}]
-    made = conversations.Conversations([write(tmp_path, records)], Text(ByteTokenizer(), end_ids=(256,)), 160)
+    made = conversations.Conversations([write(tmp_path, records)], Text(ByteTokenizer(), end_ids=(256,)), 160, 257)
     config = steps.config(train_batch_size=2, data_sequence_length=160, optimizer_name="sgd", optimizer_clip_norm=0.0)
     rows = pipeline.validation_batches(
         DataConfig(source="chat", sequence_length=160), 2, 1, split=sources.Split(made, made)

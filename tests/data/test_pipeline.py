@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+import chats
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from jaxllm.data import documents as documents_lib
 from jaxllm.data import pipeline, sources
 from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.errors import UserError
+from jaxllm.interop import text as texts
 from jaxllm.interop.tokenizer import ByteTokenizer
 
 
@@ -206,10 +208,10 @@ def test_resuming_far_on_reads_little():
     assert len(json.dumps(state)) < 2000
     fresh = pipeline.train_iterator(config, 4, split=split)
     reads.clear()
-    start = time.perf_counter()
+    start = time.process_time()
     fresh.set_state(state)
     assert same(next(fresh), next(iterator))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert len(reads) < 150  # against some 1,000 up to here
 
 
@@ -375,3 +377,19 @@ def test_from_files_end_to_end(tmp_path):
     batch = next(iterator)
     assert batch["tokens"].max() <= 256
     assert all(name.endswith(".py") for name in iterator.document_names(batch["documents"]))
+
+
+def test_ends_of_documents_beyond_the_vocabulary_are_refused(tmp_path):
+    """Names without text may be beyond it, but not those that the pipeline puts in: a lookup would clamp them."""
+    texts.save(chats.text(begins=True), tmp_path / "made")
+    (tmp_path / "a.txt").write_text("some words\n" * 200)
+    config = DataConfig(
+        source="text", path=str(tmp_path / "*.txt"), tokenizer=str(tmp_path / "made"), sequence_length=8
+    )
+    assert next(pipeline.train_iterator(config, 1, vocab_size=chats.END + 1))["tokens"].max() <= chats.END
+    with pytest.raises(UserError, match=rf"begins or ends documents with the id {chats.END}, and .*vocab_size is 258"):
+        pipeline.train_iterator(config, 1, vocab_size=chats.END)
+    with pytest.raises(UserError, match=rf"with the id {chats.BEGIN}, and .*vocab_size is 256"):
+        pipeline.train_iterator(config, 1, vocab_size=256)
+    with pytest.raises(UserError, match=r"has 259 ids, more than config.model.vocab_size \(200\)"):
+        pipeline.train_iterator(config, 1, vocab_size=200)

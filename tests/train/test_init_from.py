@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+import tokenizers
 from rich.console import Console
 
 from jaxllm import architectures, mesh, programs
@@ -155,6 +156,27 @@ def test_a_run_goes_on_where_the_source_is_gone(plain, source, tmp_path):
         run(again, tmp_path / "run")
     with pytest.raises(UserError, match="is not here"):
         run(config(copy, tmp_path), tmp_path / "new")
+
+
+def test_marks_beyond_the_vocabulary_do_not_stop_a_run_that_goes_on(source, tmp_path):
+    """As Gemma's tokenizer has them, for images: nothing that is trained on has one, and the model has no row."""
+    copy = tmp_path / "source"
+    shutil.copytree(source, copy)
+    made = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    made.add_special_tokens(["<image>"])
+    made.save(str(copy / "tokenizer.json"))
+    assert made.get_vocab_size() == MODEL.vocab_size + 1
+    first = config(copy, tmp_path)
+    first.train.steps = 2
+    run(first, tmp_path / "run")
+    _, losses = run(config(copy, tmp_path), tmp_path / "run")
+    assert len(losses) == 3
+    opened = start.open_any(str(tmp_path / "run"))
+    assert opened.tokenizer.vocab_size == MODEL.vocab_size
+    made = config(copy, tmp_path)
+    chats.write(tmp_path, [*RECORDS, {"prompt": "<image>", "answer": "b"}])
+    with pytest.raises(UserError, match=r"c.jsonl:41 has the token <image> of id 259 and .* vocab_size is 259"):
+        run(made, tmp_path / "other")
 
 
 def test_interrupted_and_whole_are_the_same(plain, source, tmp_path):

@@ -4,6 +4,7 @@ A quantised tensor is dequantised, by the `gguf` package, when it is read: there
 what is made of it.
 """
 
+import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ _BLOCKS = (
     GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
 )
+_AT_A_TIME = 1 << 18  # numbers that are dequantised together
 T = TypeVar("T")
 
 
@@ -114,8 +116,12 @@ class TensorFile:
         data = np.frombuffer(header.data, np.uint8, extent.nbytes, extent.start)
         if extent.kind in _PLAIN:
             return data.view(_PLAIN[extent.kind]).reshape(extent.shape)
-        rows = data.reshape(*extent.shape[:-1], -1)
-        return dequantize(rows, extent.kind).reshape(extent.shape)
+        rows, columns = data.reshape(-1, extent.nbytes * extent.shape[-1] // math.prod(extent.shape)), extent.shape[-1]
+        made = np.empty((len(rows), columns), np.float32)
+        step = max(1, _AT_A_TIME // columns)
+        for i in range(0, len(rows), step):  # the library makes several arrays of what it is given
+            made[i : i + step] = dequantize(rows[i : i + step], extent.kind)
+        return made.reshape(extent.shape)
 
     def kind(self, name: str) -> str:
         """How a tensor is stored: "F16", "Q4_K" …"""
@@ -130,7 +136,7 @@ def open_tensors(path: str | pathlib.Path) -> TensorFile:
     """
     path = pathlib.Path(path)
     headers = [read_header(path)]
-    total = headers[0].values.get("split.count", 1)
+    total = Metadata(headers[0].values, str(path)).get("split.count", int) or 1
     if total > 1:
         match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
         if not match or int(match[2]) != total:

@@ -15,7 +15,7 @@ from jaxllm.errors import UserError
 from jaxllm.interop import copying, rules
 from jaxllm.interop.gguf import families, keys, rope, tensors, vocabulary
 from jaxllm.interop.gguf import tokenizer as tokenizers
-from jaxllm.interop.gguf.file import open_tensors
+from jaxllm.interop.gguf.file import TensorFile, open_tensors
 from jaxllm.interop.gguf.metadata import describe
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ QUANTIZATIONS = {
     "BF16": LlamaFileType.MOSTLY_BF16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
+_KEPT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BLOCKS_VERSION = 2  # of the layout of quantised blocks
 
 
@@ -44,6 +45,7 @@ def open_file(path: str | pathlib.Path) -> Pretrained:
     model, layout = described.model, described.layout
     table = tensors.rules(model, layout)
     rules.check(table, file.shapes, str(path), described.constants)
+    rules.check_shapes(model, table, file.shapes.__getitem__)
     tokenizer = None
     if metadata.get("tokenizer.ggml.model", str) not in (None, "none", "no_vocab"):
         tokenizer = tokenizers.read(metadata)
@@ -58,12 +60,25 @@ def open_file(path: str | pathlib.Path) -> Pretrained:
         source=str(path),
         model=model,
         loader=load,
+        quantization=_quantization(file),
         family=described.family,
         tokenizer=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template", str),
         special={} if tokenizer is None else tokenizers.special_names(metadata),
         end_ids=() if tokenizer is None else tokenizer.end_ids,
     )
+
+
+def _quantization(file: TensorFile) -> str:
+    """What `write` would have to be asked for to write tensors of the same types; "" where it cannot."""
+    nothing = {name: np.broadcast_to(np.zeros((), np.uint8), shape) for name, shape in file.shapes.items()}
+    same = (q for q in QUANTIZATIONS if all(file.kind(k) == tensors.stored(k, x, q) for k, x in nothing.items()))
+    return next(same, "")
+
+
+def kept(opened: Pretrained) -> str:
+    """The quantization in which a file has every bit of a model: that of its own file, or that of its dtype."""
+    return opened.quantization or _KEPT[opened.stored.name]
 
 
 def write(

@@ -63,7 +63,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
-    "quantization_config": (None, {}),
     "per_layer_config": (None, {}),
 }
 _MISSING = object()
@@ -132,12 +131,22 @@ class Fields:
         if neutral:
             for name, allowed in _ONLY.items():
                 self.only(name, *allowed)
+            self._refuse_quantized()
         left = self.unused() if neutral else sorted(set(self._values) - self._used)
         if left:
             told = ", ".join(f"{name} = {self._values[name]!r}" for name in left)
             raise UserError(
                 f"{self.where} has fields that jaxllm does not know, with which the model may compute something else: "
                 f"{told}; take them out if they do not matter"
+            )
+
+    def _refuse_quantized(self) -> None:
+        table = self.get("quantization_config", None)
+        if table:
+            method = table.get("quant_method") if isinstance(table, dict) else None
+            raise UserError(
+                f"{self.where}: quantization_config says that the weights are quantized (quant_method {method!r}), "
+                "which is not read; use the release in bfloat16, float16 or float32, or a .gguf file"
             )
 
 

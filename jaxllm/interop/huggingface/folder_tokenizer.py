@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import FileTokenizer, Tokenizer
 
 # What an export takes along. The model's own files are not among them.
@@ -21,7 +22,7 @@ def read(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> di
       config: the model's config.json.
       vocab_size: of the model.
     Raises:
-      UserError: a tokenizer.json that is none.
+      UserError: a file that is not what its name says, or that does not tell which chat template is meant.
     """
     settings = _table(folder / "tokenizer_config.json")
     special = _special(_table(folder / "special_tokens_map.json") | settings)
@@ -41,12 +42,23 @@ def read(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> di
 
 
 def _table(path: pathlib.Path) -> dict[str, Any]:
-    """A table in a file that need not be there."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    """A table in a file that need not be there; what is there and cannot be read would change the text unseen."""
+    if not path.is_file():
         return {}
-    return value if isinstance(value, dict) else {}
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is no table; download it again")
+    return value
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text ({error}); download it again") from error
 
 
 def _special(values: Mapping[str, Any]) -> dict[str, str]:
@@ -77,12 +89,20 @@ def _id_of(tokenizer: Tokenizer, written: str | None) -> int | None:
 def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
+        return _read(path)
     found = settings.get("chat_template") or _table(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if isinstance(found, dict):
+        if "default" not in found:
+            raise UserError(
+                f"{folder} has the chat templates {', '.join(map(str, found))}, and none is called default; put the "
+                f"one that is meant into {path}"
+            )
+        found = found["default"]
+    if found is not None and not isinstance(found, str):
+        raise UserError(f"{folder}: chat_template is {found!r:.60}, no text; put the template into {path}")
+    return found
 
 
 def _end_ids(
@@ -97,7 +117,9 @@ def _end_ids(
     sources = (_table(folder / "generation_config.json"), config, text if isinstance(text, dict) else {})
     named: Any = next((ids for ids in (source.get("eos_token_id") for source in sources) if ids is not None), [])
     ids = list(named) if isinstance(named, list) else [named]
+    if any(type(i) is not int for i in ids):
+        raise UserError(f"{folder}: eos_token_id is {named!r:.60}; it must be an id, or a list of ids")
     if tokenizer is not None:
         ids.append(_id_of(tokenizer, special.get("eos_token")))
         ids += [] if any(i is not None for i in ids) else tokenizer.end_ids
-    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
+    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))

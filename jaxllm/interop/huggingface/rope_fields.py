@@ -46,6 +46,12 @@ class Rope:
         """
         table = _table(fields)
         base = fields.value("rope_theta", self.theta)
+        of_table = table.get(_FULL, {}) if isinstance(table.get(_FULL), dict) else table
+        if fields.get("rope_theta", None) is not None and of_table.get("rope_theta", base) != base:
+            raise UserError(
+                f"{fields.where}: rope_theta is {base!r}, and {of_table['rope_theta']!r} in the table of positions; "
+                "use the file of one release"
+            )
         if self.sliding:
             return self._read_both(fields, known, table, base)
         if _FULL in table or _SLIDING in table:

@@ -67,9 +67,9 @@ class TensorFiles:
         return self.entries[name].shape
 
     def dtype(self) -> np.dtype:
-        """The narrowest that holds all of the tensors."""
+        """The narrowest that holds all of the tensors; float32 for float64, which no array of a model is."""
         found = {np.dtype(_DTYPES[entry.dtype]) for entry in self.entries.values() if entry.dtype in _DTYPES}
-        return found.pop() if len(found) == 1 else np.dtype(np.float32)
+        return found.pop() if len(found) == 1 and np.dtype(np.float64) not in found else np.dtype(np.float32)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor, as a view of its file.

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxllm.errors import UserError
+from jaxllm.interop.byte_runs import byte_alphabet
 from jaxllm.interop.gguf import splitting, vocabulary
 from jaxllm.interop.gguf import tokenizer as gguf_tokenizer
 from jaxllm.interop.gguf.file import Metadata
 from jaxllm.interop.gguf.splitting import BY_NAME
 from jaxllm.interop.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
-from jaxllm.interop.tokenizer import FileTokenizer, JsonTokenizer, byte_alphabet
+from jaxllm.interop.tokenizer import FileTokenizer, JsonTokenizer
 
 MIXED = (
     "Ça coûte 1234567 € — “naïve” café, isn't it? I'LL SEE…\n\n\tif x == 10:\n        return {'a': [1, 22, 333]}\n"

@@ -134,6 +134,8 @@ def test_new_spellings_say_the_same():
     rope = LLAMA32["rope_scaling"] | {"rope_theta": 500000.0}
     new = read(LLAMA32, rope_scaling=..., rope_theta=..., torch_dtype=..., rope_parameters=rope, dtype="bfloat16")
     assert new == read(LLAMA32)
+    assert read(LLAMA32, rope_scaling=..., rope_parameters=rope) == new, "said twice"
+    assert read(LLAMA32, quantization_config=None) == new
     text = GEMMA3_4B["text_config"] | {
         "rope_scaling": None,
         "rope_parameters": {
@@ -219,7 +221,12 @@ def test_longrope_and_partial_rotation():
         ({"rope_parameters": {"rope_type": "default"}}, "contradict each other"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are quantized (quant_method 'gptq')"),
+        ({"quantization_config": {"bits": 4}}, "weights are quantized (quant_method None)"),
+        (
+            {"rope_scaling": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_theta is 500000.0",
+        ),
         ({"mystery": 3}, "mystery = 3"),
         ({"logits_scaling": 8.0, "residual_multiplier": 0.2}, "logits_scaling = 8.0, residual_multiplier = 0.2"),
         ({"hidden_size": "2048"}, "hidden_size is '2048'"),

@@ -22,7 +22,10 @@ MODEL = folders.FAMILIES[FAMILY]
 
 
 def equal(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), a, b))
+    def bits(x):
+        return np.asarray(x).view(f"u{x.dtype.itemsize}")
+
+    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(bits(x), bits(y)), a, b))
 
 
 def rewrite(folder, change):
@@ -38,20 +41,35 @@ def rewrite(folder, change):
 
 @pytest.mark.parametrize("family", sorted(folders.FAMILIES))
 @pytest.mark.parametrize("shard_bytes", [5000, 1 << 40])
-def test_folder_and_back(tmp_path, family, shard_bytes):
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_folder_and_back(tmp_path, family, shard_bytes, dtype):
     model = folders.FAMILIES[family]
-    tree = folders.random_tree(model)
+    tree = folders.random_tree(model, dtype)
     folder = folders.write(tmp_path / "m", model, tree, family, shard_bytes)
     assert (folder / INDEX).is_file() == (shard_bytes == 5000)
     opened = open_model(str(folder))
-    assert (opened.family, opened.stored, opened.end_ids) == (family, ml_dtypes.bfloat16, (1, 2))
+    assert (opened.family, opened.stored, opened.end_ids) == (family, dtype, (1, 2))
     assert config_file.canonical(opened.model) == config_file.canonical(model)
-    found = opened.load(ml_dtypes.bfloat16)
+    found = opened.load(dtype)
     if opened.model.pattern == model.pattern:
         assert equal(found, tree)
     again = folders.write(tmp_path / "again", opened.model, found, family, shard_bytes)
     for file in sorted(path.name for path in folder.iterdir()):
         assert (folder / file).read_bytes() == (again / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_detour_through_another_dtype_would_show(tmp_path, dtype):
+    """What the test before would see, if a folder were read or written through bfloat16, or lost a number's bit."""
+    tree = folders.random_tree(MODEL, dtype)
+    found = open_model(str(folders.write(tmp_path / "m", MODEL, tree, FAMILY, 5000))).load(dtype)
+    assert equal(found, tree)
+    assert not equal(jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).astype(dtype), found), tree)
+    path = next((tmp_path / "m").glob("model-00002-*"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert not equal(open_model(str(tmp_path / "m")).load(dtype), tree)
 
 
 def test_names_of_base_models_and_of_old_releases(tmp_path):
@@ -74,7 +92,9 @@ def test_names_of_base_models_and_of_old_releases(tmp_path):
         open_model(str(folder))
 
 
-def test_the_language_model_in_a_model_of_images(tmp_path):
+@pytest.mark.parametrize("prefixes", [("language_model.", ""), ("model.language_model.", "model.")])
+def test_the_language_model_in_a_model_of_images(tmp_path, prefixes):
+    """As releases before and after transformers 4.52 name its tensors."""
     model = folders.FAMILIES["gemma3_text"]
     tree = folders.random_tree(model)
     folder = folders.write(tmp_path / "m", model, tree, "gemma3_text")
@@ -86,9 +106,9 @@ def test_the_language_model_in_a_model_of_images(tmp_path):
 
     def change(tensors):
         for name in list(tensors):
-            tensors[f"language_model.{name}"] = tensors.pop(name)
-        tensors["vision_tower.x.weight"] = np.ones(3, ml_dtypes.bfloat16)
-        tensors["multi_modal_projector.y"] = np.ones(3, ml_dtypes.bfloat16)
+            tensors[prefixes[0] + (name.removeprefix("model.") if prefixes[1] else name)] = tensors.pop(name)
+        tensors[f"{prefixes[1]}vision_tower.x.weight"] = np.ones(3, ml_dtypes.bfloat16)
+        tensors[f"{prefixes[1]}multi_modal_projector.y"] = np.ones(3, ml_dtypes.bfloat16)
 
     rewrite(folder, change)
     opened = open_model(str(folder))

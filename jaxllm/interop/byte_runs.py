@@ -1,0 +1,48 @@
+"""The run of bytes that each token of a tokenizer.json stands for."""
+
+import tokenizers
+
+from jaxllm.errors import UserError
+
+
+def of(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> list[bytes]:
+    """The byte run of every id, from its name and the kind of decoder the file has.
+
+    Raises:
+      UserError: a decoder under which a token's bytes depend on its neighbours.
+    """
+    steps = (decoder or {}).get("decoders", [decoder or {}])
+    kinds = {step.get("type") for step in steps}
+    marks = {step["pattern"].get("String") for step in steps if step.get("type") == "Replace"}
+    marks |= {step["replacement"] for step in steps if step.get("type") == "Metaspace"}
+    if "ByteLevel" not in kinds and "▁" not in marks:
+        found = ", ".join(sorted(filter(None, kinds))) or "none"
+        raise UserError(
+            f"{where} has decoder {found}; give a byte-level BPE or SentencePiece-like tokenizer "
+            "(decoder ByteLevel, Metaspace, or Replace of ▁)"
+        )
+    added = tokenizer.get_added_tokens_decoder()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    runs = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    alphabet = byte_alphabet()
+    for name, i in vocabulary.items():
+        if i in added:  # written in plain text whatever the decoder
+            runs[i] = b"" if added[i].special else added[i].content.encode()
+        elif "ByteLevel" in kinds:
+            known = all(char in alphabet for char in name)
+            runs[i] = bytes(alphabet[char] for char in name) if known else name.encode()
+        elif "ByteFallback" in kinds and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            runs[i] = bytes.fromhex(name[3:5])
+        else:
+            runs[i] = name.replace("▁", " ").encode()
+    return runs
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte.
+
+    Bytes that print in Latin-1 stand for themselves; the others take the code points from 256 up, in order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}

@@ -1,0 +1,113 @@
+"""A process of its own that opens a model, loads it and tells its memory: what `test_memory` runs.
+
+python memory_child.py MODEL DTYPE WAY [FAULT]: WAY is "load", "sharded" (8 devices, zero 3), "train" or "lora". It
+prints one JSON object: bytes of the result and of its largest array, numbers of the largest tensor, and by how
+much the process's own memory (Linux's RssAnon: pages of mapped files are not in it) grew at most.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+
+import jax
+import numpy as np
+
+from jaxllm import architectures, mesh, programs
+from jaxllm.config import Config, MeshConfig
+from jaxllm.interop import opening, rules
+from jaxllm.model import specs
+from jaxllm.train import start
+
+
+def own_memory() -> int:
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+class Peak:
+    """The most that the process holds while it is entered, over what it held before, sampled each millisecond."""
+
+    def __enter__(self):
+        self._before, self.bytes, self._done = own_memory(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.is_set():
+            self.bytes = max(self.bytes, own_memory() - self._before)
+            time.sleep(0.001)
+
+    def __exit__(self, *error) -> None:
+        self._done.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, own_memory() - self._before)
+
+
+def plant(fault: str) -> None:
+    kept, pieces = [], rules._Pieces.__init__
+
+    def keeps(self, made, read):
+        def copied(name):
+            kept.append(np.array(read(name)))
+            return kept[-1]
+
+        pieces(self, made, copied)
+
+    assert fault == "keeps"
+    rules._Pieces.__init__ = keeps
+
+
+def main(model: str, dtype: str, way: str, fault: str = "") -> None:
+    sys.setswitchinterval(0.0005)
+    if fault:
+        plant(fault)
+    opened = opening.open_model(model)
+    if way in ("load", "sharded"):
+        shardings = None
+        if way == "sharded":
+            sizes = MeshConfig(data=8, zero=3)
+            over = mesh.make_mesh(sizes)
+            placed = mesh.placements(specs.param_specs(opened.model), sizes, "weights", False)
+            shardings = jax.tree.map(lambda spec: mesh.place(over, spec), placed)
+
+        def work():
+            return opened.load(dtype, shardings)
+    else:
+        config = Config()
+        config.init_from, config.precision.policy = model, dtype
+        config.data.path = "none is read"
+        config.data.source, config.data.sequence_length, config.optimizer.name = "tokens", 32, "sgd"
+        config.lora.rank = 2 if way == "lora" else 0
+        if jax.device_count() > 1:
+            config.mesh.data, config.mesh.zero = jax.device_count(), 3
+            config.train.batch_size = 8
+        made = start.prepare(config, pathlib.Path(tempfile.gettempdir()) / "no such run").config
+        over = mesh.make_mesh(made.mesh)
+        recipe = programs.make_recipe(made, architectures.resolve_config(made), "cpu")
+
+        def work():
+            return programs.state_from(made, recipe, over, opened.load)
+
+    jax.block_until_ready(jax.device_put(np.zeros(64, np.float32), jax.devices()[-1]))
+    with Peak() as peak:
+        result = jax.block_until_ready(work())
+    leaves = jax.tree.leaves(result)
+    layers = opened.model.layers
+    print(
+        json.dumps(
+            {
+                "final": sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards),
+                "array": max(x.nbytes for x in leaves),
+                "tensor": max(x.size // (layers if x.ndim > 2 else 1) for x in leaves),
+                "peak": peak.bytes,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
