@@ -4,7 +4,7 @@ Command:   python -m jaxllm.train --distributed --config configs/gpt3_175b.py --
            on every host (experiments/cluster/ has the scripts)
 On 1,024:  add --config.mesh.data=512 --config.mesh.tensor=2 --config.train.accumulate=1
 Data:      token ids of GPT-2's tokenizer as uint16, flat files.
-Bill:      70.87 GiB at its peak (XLA plans 67.78), 30.49 GiB between steps, of 75.15 GiB; on 1,024: XLA plans 15.79;
+Bill:      70.87 GiB at its peak (XLA plans 67.78), 30.49 GiB between steps, of 75.15 GiB; on 1,024: XLA plans 15.86;
            and 81 GiB of host memory for each GPU
            (python -m jaxllm.ledger --config configs/gpt3_175b.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/gpt3_175b.py --task train --device h100 --count 64

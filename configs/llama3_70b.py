@@ -3,7 +3,7 @@
 Command:   python -m jaxllm.train --distributed --config configs/llama3_70b.py --config.data.path='data/train*.bin'
            on every host (experiments/cluster/ has the scripts)
 Data:      token ids of the Llama 3 tokenizer as uint32, flat files.
-Bill:      52.99 GiB at its peak (XLA plans 52.56; for v5p 54.31 of 88.48), 12.32 GiB between steps, of 75.15 GiB
+Bill:      52.99 GiB at its peak (XLA plans 52.56; for v5p 51.88 of 88.48), 12.32 GiB between steps, of 75.15 GiB
            (python -m jaxllm.ledger --config configs/llama3_70b.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/llama3_70b.py --task train --device h100 --count 64
            The obvious choice stays, with micro-batches as large as fit: 19.1 s a step by roofline (compute). The

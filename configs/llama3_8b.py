@@ -6,7 +6,7 @@ Bill:      48.78 GiB at its peak (XLA plans 47.27), 11.22 GiB between steps, of 
            (python -m jaxllm.ledger --config configs/llama3_8b.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/llama3_8b.py --task train --device h100 --count 8
            A sequence at a time, of which the results of all products wait: 7.25 s a step by roofline (compute). The
-           obvious choice, every block recomputed and four sequences at a time, takes 8.88 s. The planner's first
+           obvious choice, every block recomputed and eight sequences at a time, takes 8.88 s. The planner's first
            (data 2, tensor 4, ZeRO 0) is as fast where all overlaps, but exchanges activations for 2.3 s between
            products that wait for them.
 """

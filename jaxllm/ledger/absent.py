@@ -149,6 +149,11 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         device = hardware.named(request["device"])
         target = require_compiler(device.name, device.compile_target)
         sampling = Sampling(**request["sampling"]) if request["sampling"] else None
+        if sampling is None and config.attention.implementation == "cudnn":
+            raise UserError(
+                "config.attention.implementation is 'cudnn', which JAX compiles for devices that are there alone; "
+                "leave out --compile, or set it to auto"
+            )
         made = programs_of(config, model, device.platform, abstract_mesh(config), sampling)
         told = {name: inspection_for(program, target, request["count"]).to_json() for name, program in made.items()}
     except UserError as error:

@@ -45,6 +45,7 @@ def furthest(got, want):
     return max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)) / scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "platform"), [("rotary", "gpu"), ("sliding", "gpu"), ("learned", "tpu"), ("sliding", "tpu")]
 )
@@ -81,6 +82,7 @@ def test_a_fault_is_caught(fault, monkeypatch):
     assert furthest(got, of_run("sliding", PLAIN)[1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_step_over_several_devices_is_the_same():
     """Kernels run over each device's own heads and rows."""
     mesh = {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 3}
