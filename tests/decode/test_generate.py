@@ -238,8 +238,11 @@ def int8_logits(model, texts):
 
 @pytest.mark.parametrize("name", ["rotary", "sliding"])
 def test_an_int8_cache_gives_nearly_the_same_logits(name, monkeypatch):
-    """Off by 0.8 and 1.8 % of what logits vary by, the likeliest token the same in 36 of 36 and 35 of 36 places."""
-    model, texts = models.ALL[name], RANDOM.integers(0, 64, (2, CAPACITY))
+    """Off by 0.68 and 0.80 % (rms) of what logits vary by, the likeliest token the same in all 36 places of both.
+
+    Other texts: 0.71 to 0.87 %, 34 to 36 places.
+    """
+    model, texts = models.ALL[name], np.random.default_rng(0).integers(0, 64, (2, CAPACITY))
     got, want = int8_logits(model, texts)
     off = np.sqrt(np.mean((got - want) ** 2)) / want.std()
     same = (got.argmax(-1) == want.argmax(-1)).mean()
