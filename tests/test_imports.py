@@ -23,6 +23,7 @@ ORDER = [
     "decode",
     "data",
     "interop.opening",
+    "interop.peft",
     "interop.text",
     "interop.gguf",
     "interop.huggingface",
