@@ -5,7 +5,7 @@ Read from the buffer assignments of JAX 0.10.2 for a CPU, an H100 and a v5e, at 
 are cut out of their stacks where a product cannot read them there. Layers come one after another, so that of attention,
 MLP and the choice of a token only the largest counts. A decoded token on a GPU or TPU attends by a kernel that reads
 the cache where it lies. Held against no program yet: prefill on TPUs, for which the rules of GPUs stand in, experts on
-GPUs, and weights in int8 and int4.
+GPUs, decoding without a cache but on a CPU, and weights in int8 and int4.
 
 On a CPU, attention with several heads of keys and more than a few scores is one fused loop whose scratch XLA does not
 count, nor do we.
@@ -150,6 +150,10 @@ def _copies(one: _Pass, phase: str) -> Iterator[Row]:
     """What is cut out of the stacks before it is used."""
     model, whole = one.model, one.weight_bytes()
     if one.platform == "cpu":
+        if not one.cached:
+            yield from _constants(one, phase)
+            # Those of attention are gone while the MLP, or attention's own arrays, take most.
+            whole = whole if model.experts else one.weight_bytes("gate", "up", "down")
         whole = whole // one.c * FLOAT32
         yield rows.row(_CUT, "weights", phase, f"{whole:,} B", whole)
         if one.c < FLOAT32:
@@ -171,6 +175,20 @@ def _copies(one: _Pass, phase: str) -> Iterator[Row]:
         yield rows.row(_CUT, "weights", phase, f"{whole:,} B", whole)
     elif one.platform == "gpu":
         yield from _copies_of_one_token(one)
+
+
+def _constants(one: _Pass, phase: str) -> Iterator[Row]:
+    """What a CPU makes once for all layers, where tokens attend to one another.
+
+    Where scores are capped JAX 0.12 makes one array of scores more.
+    """
+    kind, pairs = f"{phase} workspace", one.count * one.keys
+    masks = len({each == "sliding" for each in (*one.model.pattern, *one.model.tail)})
+    formula = f"{masks} × {one.count:,} × {one.keys:,} × {FLOAT32} B"
+    yield rows.row("masks, added to scores", kind, phase, formula, masks * pairs * FLOAT32)
+    if one.model.attention_softcap:
+        # The cap, and what scores are divided by, written out as large as scores.
+        yield rows.row("caps of scores", kind, phase, f"2 × {one.scores:,} B", 2 * one.scores)
 
 
 def _copies_of_one_token(one: _Pass) -> Iterator[Row]:
@@ -207,6 +225,8 @@ def _attention(one: _Pass, phase: str) -> int:
         if phase == DECODE:
             return 2 * one.keys_bytes + 2 * one.scores if one.model.kv_heads > 1 else 2 * one.scores
         written = one.scores if one.model.kv_heads == 1 else min(one.scores, _WHOLE_SCORES)
+        if not one.cached and one.model.kv_heads > 1 and one.scores >= _WHOLE_SCORES:
+            written = 0  # all in one loop
         return 2 * one.keys_bytes + 2 * written + 3 * one.hidden
     # Scores in float32, probabilities in the compute dtype; the values, while the keys are gone.
     written = one.scores + one.scores * one.c // FLOAT32
@@ -219,9 +239,9 @@ def _attention(one: _Pass, phase: str) -> int:
 def _mlp(one: _Pass) -> int:
     model = one.model
     if not model.experts:
-        return (2 if one.platform == "cpu" or not model.gated else 3) * one.count * model.mlp_width * one.c + (
-            2 * one.hidden
-        )
+        gated = model.gated and (one.platform != "cpu" or not one.cached)
+        hidden = 1 if one.platform == "cpu" and gated else 2
+        return (3 if gated else 2) * one.count * model.mlp_width * one.c + hidden * one.hidden
     slots = rows_of_experts(one.count * model.experts_per_token, model.experts) * one.c
     return slots * (2 * model.width + 3 * model.mlp_width) + 4 * one.hidden
 
