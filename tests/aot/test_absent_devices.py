@@ -211,6 +211,23 @@ def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device
     assert peak == pytest.approx(figures["peak"], rel=2e-3 if platform == "gpu" else 0.05)
 
 
+@pytest.mark.parametrize(("phase", "near"), [(rows.DECODE, 2e-3), (rows.PREFILL, 0.02)])
+def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
+    """State to the byte; a chunk of prompts attends to one layer's keys and values as they compute."""
+    model, named = architectures.ARCHITECTURES["smollm2-360m"], hardware.named("h100")
+    batch, context, chunk = 4, 2048, 128
+    made, width = (programs.decode, 8) if phase == rows.DECODE else (programs.prefill, chunk)
+    program = made(model, batch, width, context, jnp.bfloat16, jnp.int8)
+    figures = absent.inspection_for(program, absent.require_compiler(named.name, named.compile_target), 1).figures
+    wide, ledger = (inference(model, batch, context, chunk, "bf16", held, platform="gpu") for held in ("bf16", "int8"))
+    passed = 4 if phase == rows.DECODE else batch * chunk * 5  # the limit; tokens and which are real
+    assert figures["arguments"] == ledger.persistent_bytes + passed
+    assert ledger.persistent_bytes + ledger.phase_bytes(phase) == pytest.approx(figures["peak"], rel=near)
+    assert wide.persistent_bytes + wide.phase_bytes(phase) > (1 + near) * figures["peak"], (
+        "a wide cache would be caught"
+    )
+
+
 def test_the_command_says_what_the_child_says():
     result = ledger("--device", "v5e", "--config.mesh.data=4", "--config.mesh.replica=3", "--compile")
     assert result.returncode == 2
