@@ -54,7 +54,7 @@ def measure(context: Context, model: str, length: int, batch: int, attention: st
         shares["of the published peak"] = work.utilisation(made.model, length, rate, published)
     told = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
     context.add(
-        f"{model} {config.train.batch_size} × {length}, {attention if steps.has_choice() else 'xla'}, remat {chosen}",
+        f"{model} {config.train.batch_size} × {length}, {attention}, remat {chosen}",
         unit="tokens/s",
         **timed.rate(made.tokens),
         detail={"mfu": shares, "step_seconds": timed.median, "compile_seconds": seconds, "product_flops": measured},
@@ -63,12 +63,8 @@ def measure(context: Context, model: str, length: int, batch: int, attention: st
 
 
 def run(context: Context) -> None:
-    if not steps.has_choice():
-        context.add("attention", note="this version has no attention.implementation: steps run as they are, XLA's")
     longest, done = 1.0 if context.tiny else 25.0, set()
     for model, length, batch, attention, remat in RUNS[: 2 if context.tiny else None]:
-        if not steps.has_choice():
-            attention = "auto"
         if (model, attention, remat) in done:
             continue
         done.add((model, attention, remat))

@@ -32,11 +32,11 @@ def sweep(context: Context, head_dim: int, best: Tiles, kernel: str) -> Tiles:
     arguments = rivals.arrays(batch, length, heads, head_dim, True)
     programs, failed = {}, {}
     for tile in every:
-        with ours.tiles(dataclasses.replace(best, **{kernel: tile})):
-            try:
-                programs[str(tile)] = rivals.program(ours.causal(head_dim), backward).lower(*arguments)
-            except Exception as error:  # more than a multiprocessor has, or no such layout
-                failed[str(tile)] = told(error)
+        ours_in_it = ours.causal(head_dim, blocks=dataclasses.replace(best, **{kernel: tile}))
+        try:
+            programs[str(tile)] = rivals.program(ours_in_it, backward).lower(*arguments)
+        except Exception as error:  # more than a multiprocessor has, or no such layout
+            failed[str(tile)] = told(error)
     seconds: dict[str, timing.Timing] = {}
     for name, executable in timing.compile_all(programs).items():
         if isinstance(executable, Exception):
@@ -70,7 +70,7 @@ def sweep(context: Context, head_dim: int, best: Tiles, kernel: str) -> Tiles:
 
 def run(context: Context) -> None:
     for head_dim in (16,) if context.tiny else (128, 64):
-        best = tiles_for("gpu", head_dim, jnp.bfloat16)
+        best = tiles_for(ours.TRITON, head_dim, jnp.bfloat16)
         for kernel in ("forward", "dkv") if context.tiny else CHOICES:
             chosen: list[Tiles] = []
             context.attempt(

@@ -240,7 +240,8 @@ def _attention(
     context, pairs, scores = M * N * H * c, 2 * M * N * T * H, M * N * T * FLOAT32
     if attention in ("pallas", "cudnn"):
         seen = sum(visible_pairs(model, kind, T) for kind in kinds(model))
-        flops = -(-4 * M // T * N * H * seen // model.layers)
+        # A layer's share in whole pairs, rounded up, so that heads and sequences add up.
+        flops = 4 * (M // T) * N * H * -(-seen // model.layers)
         values = {
             "attn_kernel": Value(("q", "k", "v"), flops),
             "attn_context": Value(("attn_kernel",), 0, context, "attn_context"),

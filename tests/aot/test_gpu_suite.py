@@ -63,10 +63,9 @@ def test_tiles_compile(kernel):
     """The first choice of each kernel. One that is too much for a multiprocessor is a line in the suite."""
     head_dim = 128
     arguments = jax.eval_shape(functools.partial(rivals.arrays, 1, 1024, 2, head_dim, True))
-    now = tiles_for("gpu", head_dim, "bfloat16")
-    first = Tile(*tune.CHOICES[kernel][0])
-    with ours.tiles(dataclasses.replace(now, **{kernel: first})):
-        compiles(rivals.program(ours.causal(head_dim), kernel != "forward"), arguments)
+    now = tiles_for(ours.TRITON, head_dim, "bfloat16")
+    first = dataclasses.replace(now, **{kernel: Tile(*tune.CHOICES[kernel][0])})
+    compiles(rivals.program(ours.causal(head_dim, blocks=first), kernel != "forward"), arguments)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from suite import attention, bandwidth, cells, correctness, exact, memory, ours,
 from suite.records import Context, Record
 
 from jaxllm.architectures import ARCHITECTURES
-from jaxllm.kernels import flash_triton, reference
-from jaxllm.kernels.flash_blocks import Tile, Tiles
+from jaxllm.kernels import reference
+from jaxllm.kernels.flash_blocks import Tile
 from jaxllm.ledger import compute
 
 CELL = {"dtype": "float32", "lengths": (40, 40), "head_dim": 16, "group": 2, "window": 5}
@@ -288,14 +288,6 @@ def test_our_fastest_version_is_compared():
     assert made["beside"] == {"ours a": pytest.approx(5e-4), "cudnn": pytest.approx(2e-3)}
     assert made["note"] == "2.00× ours a, 0.50× cudnn, no jax mosaic"
     assert attention.record((1, 1000, 1, 500, False), {}, {"ours a": "why"})["note"].startswith("failed")
-
-
-def test_what_is_traced_within_has_the_tiles():
-    tile = Tile(16, 32)
-    real = flash_triton.tiles_for
-    with ours.tiles(Tiles(tile, tile, tile)):
-        assert flash_triton.tiles_for("gpu", 64, jnp.bfloat16).forward == tile
-    assert flash_triton.tiles_for is real
 
 
 @pytest.mark.parametrize("kernel", tune.CHOICES)

@@ -1,4 +1,4 @@
-"""A process of its own that opens a model, loads it and tells its memory: what `test_memory` runs.
+"""A process of its own that opens a model, loads it and tells its memory: what `test_loading_memory` runs.
 
 python memory_child.py MODEL DTYPE WAY [FAULT]: WAY is "load", "sharded" (8 devices, zero 3) or "lora". It
 prints one JSON object: bytes of the result and of its largest array, numbers of the largest tensor, and by how

@@ -100,7 +100,7 @@ def test_evaluation_runs_by_the_recipe_s():
     config = steps.config(data_sequence_length=LENGTH, train_batch_size=2)
     run = steps.Run(config, MODELS["sliding"])
     recipe = dataclasses.replace(run.recipe, attention=interpreted("gpu"))
-    evaluated = functools.partial(gradients.evaluate, run.state.params, steps.batch(config, run.model, 0))
+    evaluated = functools.partial(gradients.evaluate, run.state.params, None, steps.batch(config, run.model, 0))
     assert "flash_attention" in str(jax.make_jaxpr(lambda: evaluated(recipe, run.layout))())
     np.testing.assert_allclose(
         evaluated(recipe, run.layout)["nll"], evaluated(run.recipe, run.layout)["nll"], rtol=1e-6
