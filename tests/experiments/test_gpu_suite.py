@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
-from suite import attention, bandwidth, cells, correctness, exact, memory, ours, records, table, timing, tune, work
+from suite import attention, bandwidth, cells, correctness, exact, memory, records, table, timing, tune, work
 from suite.records import Context, Record
 
 from jaxllm.architectures import ARCHITECTURES
