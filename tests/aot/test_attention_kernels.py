@@ -30,7 +30,7 @@ WITHOUT_SPILLS = [
     *[(head_dim, "float32") for head_dim in (16, 32, 64, 96, 128)],
 ]
 # Bytes a thread, stores and loads; see `flash_blocks`.
-MOST_SPILLED = 640
+MOST_SPILLED = {"flash_attention_dq": 320, "flash_attention_dkv": 640}
 # What XLA rounds buffers up to, and its table of outputs.
 SMALL = 1024
 
@@ -59,10 +59,12 @@ def figures(name, head_dim, length=LENGTH, rule="rich", dtype="bfloat16", blocks
     target = absent.require_compiler(device.name, device.compile_target)
     platform = "tpu" if target.platform == "tpu" else "gpu"
     with tempfile.TemporaryDirectory() as folder:
-        dumped = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
-        executable = absent.compile_for(
-            program(platform, head_dim, length, rule, dtype, blocks=blocks), target, 1, dumped
-        )
+        options = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
+        if platform == "gpu":
+            # As users compile. Registers are LLVM's to save, whose optimisations tests do without (`compiler.py`).
+            options["xla_backend_optimization_level"] = 3
+        made = program(platform, head_dim, length, rule, dtype, blocks=blocks)
+        executable = absent.compile_for(made, target, 1, options)
         found, told = compiled.figures(executable), tpu_report.figures(pathlib.Path(folder))
         # A TPU's report has the outputs among what is not an argument; its own analysis leaves out vector memory.
         temps = told["temps"] - found["outputs"] if told else found["temps"]
@@ -102,8 +104,7 @@ def test_no_kernel_spills_on_gpus(name, head_dim, dtype, rule):
 def test_gradients_in_float32_spill_this_much_at_the_largest_head_dim(name, rule):
     _, told = figures(name, 256, rule=rule, dtype="float32")
     assert told["flash_attention"][0] == 0
-    assert 0 < told["flash_attention_dq"][0] <= MOST_SPILLED, told
-    assert 0 < told["flash_attention_dkv"][0] <= MOST_SPILLED, told
+    assert all(0 < told[kernel][0] <= most for kernel, most in MOST_SPILLED.items()), told
 
 
 @pytest.mark.slow
