@@ -31,10 +31,10 @@ class Tiles:
 
 # On NVIDIA through Triton, by bytes of a number and the largest head_dim. No kernel spills a register on A100, H100 and
 # B200 (`make test-aot`), but for float32's gradients above a head_dim of 128. There each warp of a product holds its
-# rows whole, and twice, as the two parts of which tensor cores make a float32. Of a thread's numbers 50 to 300 bytes (dq)
-# and 300 to 600 (dkv) go to memory and back, stores and loads together.
+# rows whole, and twice, as the two parts of which tensor cores make a float32. Of a thread's numbers 50 to 300 bytes
+# (dq) and 300 to 600 (dkv) go to memory and back, stores and loads together.
 _TRITON = {
-    (2, 64): Tiles(Tile(128, 64, 8), Tile(128, 64, 8), Tile(32, 32, 4)),
+    (2, 64): Tiles(Tile(128, 128, 8), Tile(128, 64, 8), Tile(32, 32, 4)),
     (2, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(32, 64, 8)),
     (2, 256): Tiles(Tile(64, 32, 8), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     (4, 32): Tiles(Tile(64, 32, 8), Tile(32, 32, 8), Tile(32, 16, 8)),
