@@ -44,6 +44,7 @@ class Watch:
         self._job = job
         self._signs: dict[str, tuple[str, float]] = {}
         self._closing = threading.Event()
+        self._last_words = threading.Lock()  # never released
         self._signed = 0.0
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         if not job.is_alone:
@@ -60,18 +61,22 @@ class Watch:
         """Tells the others that this process ends with an error, and waits a moment so that they can read it.
 
         An error of the devices is first held against the rest of the job: where a process is gone, that is the
-        reason, and the watching thread ends this one with its own line.
+        reason, and this one ends with the line that says so: the watching thread's, or where the service cannot be
+        reached, which process 0 keeps, one said here.
         """
         if self._job.is_alone:
             return
+        of_devices = isinstance(error, (RuntimeError, ValueError))  # what failed collectives raise
         try:
-            if isinstance(error, (RuntimeError, ValueError)):  # what failed collectives raise
+            if of_devices:
                 self._job.put("suspect/job", "yes")
                 time.sleep(_GONE_SECONDS_SUSPECT + _SIGN_SECONDS + 2 * _LOOK_SECONDS)
             self._closing.set()
             self._job.put(f"failed/{self._job.index}", line)
             self._wait_for_others()
         except Exception as trouble:  # without the service there is no one to tell
+            if of_devices and not self._job.leads:
+                self._end(self._is_gone("0"))
             print(f"(the other processes could not be told: {type(trouble).__name__})", file=sys.stderr)
 
     def _wait_for_others(self) -> None:
@@ -127,6 +132,8 @@ class Watch:
         os._exit(1)
 
     def _print(self, reason: str) -> None:
+        """Says why the process ends, once: of the threads that come here, the first one ends it and the rest wait."""
+        self._last_words.acquire()
         print(
             f"error: {reason}; {self.last_good()}; run the same command again, in every process, to go on from there",
             file=sys.stderr,

@@ -193,6 +193,43 @@ def test_an_error_of_one_process_and_a_signal_to_one(corpus, tmp_path):
     assert told[1][2].count("\n") == 1
 
 
+WITHOUT_SERVICE = """
+import threading
+from jaxllm.train.distributed import Job
+from jaxllm.train.watch import Watch
+
+class Gone:
+    def __getattr__(self, name):
+        raise RuntimeError("UNAVAILABLE: Connection reset by peer")
+
+watch = Watch(Job({index}, 2, Gone()))
+for _ in range({aborts}):
+    threading.Thread(target=watch._aborted).start()
+watch.failed({error}, "a line")
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("aborts", [0, 3])
+def test_a_failed_collective_where_process_0_is_gone(aborts):
+    """Whichever thread is told first: the collective's, the watching one, or the library's that aborts."""
+    script = WITHOUT_SERVICE.format(index=1, aborts=aborts, error="RuntimeError('Gloo AllGather failed')")
+    ran = subprocess.run([sys.executable, "-c", script], env=runs.environment(), capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stdout == "", "the command would print the collective's traceback"
+    assert re.fullmatch(r"error: process 0 of 2 is gone.*\n", ran.stderr), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("index", "error"), [(0, "RuntimeError('Gloo AllGather failed')"), (1, "FileNotFoundError('corpus')")]
+)
+def test_other_errors_without_the_service_are_not_blamed_on_process_0(index, error):
+    script = WITHOUT_SERVICE.format(index=index, aborts=0, error=error)
+    ran = subprocess.run([sys.executable, "-c", script], env=runs.environment(), capture_output=True, text=True)
+    assert ran.stdout == "went on\n"
+    assert ran.stderr == "(the other processes could not be told: RuntimeError)\n"
+
+
 class Service:
     """The keys of a coordination service, in memory."""
 
