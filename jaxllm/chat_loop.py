@@ -151,8 +151,9 @@ def _describe(times: Sequence[Times]) -> str:
     seconds, tokens = sum(t.decode for t in times), sum(t.new_tokens for t in times)
     rate = (tokens - len(times)) / seconds if seconds else 0.0
     first = sum(t.first_token for t in times) / len(times)
+    turns = "1 turn" if len(times) == 1 else f"{len(times)} turns"
     return (
-        f"{len(times)} turns: first token after {first:.3f} s, then {rate:.1f} tokens/s ({tokens} tokens in all); "
+        f"{turns}: first token after {first:.3f} s, then {rate:.1f} tokens/s ({tokens} tokens in all); "
         f"compilation {sum(t.compile for t in times):.2f} s apart"
     )
 
