@@ -11,8 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxllm import architectures, hardware
-from jaxllm import config as config_lib
+from jaxllm import architectures, config_tree, hardware
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.ledger import memory
@@ -72,8 +71,8 @@ class Cell:
 
 def overrides(config: Config) -> dict[str, Any]:
     """The fields that are not as they are by default: dotted path -> value."""
-    default = config_lib.field_paths(Config())
-    return {path: value for path, value in config_lib.field_paths(config).items() if value != default[path]}
+    default = config_tree.field_paths(Config())
+    return {path: value for path, value in config_tree.field_paths(config).items() if value != default[path]}
 
 
 def configured(fields: dict[str, Any]) -> Config:

@@ -32,8 +32,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxllm import architectures, hardware, mesh
-from jaxllm import config as config_lib
+from jaxllm import architectures, config_tree, hardware, mesh
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.ledger import absent, communication, compute, memory, roofline
@@ -100,11 +99,11 @@ def load(name: str) -> Config:
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
     """A copy with other values at some dotted paths."""
-    values = config_lib.to_dict(config)
+    values = config_tree.to_dict(config)
     for path, value in fields.items():
         section, field = path.split(".")
         values[section][field] = value
-    return config_lib.from_dict(values)
+    return config_tree.from_dict(values)
 
 
 def count_of(config: Config) -> int:
@@ -168,7 +167,7 @@ def _forward_share(setting: Setting) -> float:
 
 def compiled_peak(config: Config, kept: dict[str, Any]) -> Figure:
     """XLA's, which is kept; Unknown where its compiler is not installed or refuses."""
-    key = json.dumps(config_lib.to_dict(config), sort_keys=True)
+    key = json.dumps(config_tree.to_dict(config), sort_keys=True)
     if key not in kept:
         try:
             (found,) = absent.inspect(config, DEVICE, count_of(config)).values()
@@ -197,7 +196,7 @@ def run_of(config: Config, kept: dict[str, Any], fields: Mapping[str, Any]) -> R
 def measure(name: str, kept: dict[str, Any]) -> dict[str, Run]:
     """Kind -> run, of one configuration."""
     config = load(name)
-    flat = config_lib.field_paths(config)
+    flat = config_tree.field_paths(config)
     choices = {"obvious": OBVIOUS[name], "planner": planned(config)}
     choices["shipped"] = {path: flat[path] for path in choices["planner"]}
     return {kind: run_of(config, kept, choices[kind]) for kind in KINDS}

@@ -7,8 +7,7 @@ a row. The counts of parameters that the publishers state are held in `tests/tes
 import dataclasses
 import difflib
 
-from jaxllm import config as config_lib
-from jaxllm import config_checks, longrope
+from jaxllm import config_checks, config_tree, longrope
 from jaxllm.config import Architecture, Config, ModelConfig
 from jaxllm.errors import UserError
 from jaxllm.model_families import (
@@ -143,7 +142,7 @@ def resolve_config(config: Config) -> Architecture:
     Raises:
       UserError: one line naming the fields and the fix.
     """
-    config_lib.check_types(config)
+    config_tree.check_types(config)
     model = resolve(config.model)
     config_checks.check(config, model)
     return model

@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Iterable
 
 from jaxllm import attention_choice, remat_policy
-from jaxllm.config import LAYER_KINDS, LORA_TARGETS, Architecture, Config, OptimizerConfig, check_types, field_paths
+from jaxllm.config import LAYER_KINDS, LORA_TARGETS, Architecture, Config, OptimizerConfig
+from jaxllm.config_tree import check_types, field_paths
 from jaxllm.errors import UserError
 
 Shape = tuple[int, ...]

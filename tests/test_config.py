@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxllm import config as config_lib
-from jaxllm import config_checks
+from jaxllm import config_checks, config_tree
 from jaxllm.architectures import resolve
 from jaxllm.config import Architecture, Config, ModelConfig
 from jaxllm.errors import UserError
@@ -57,31 +57,31 @@ def test_the_default_passes() -> None:
     ],
 )
 def test_unknown_key_names_the_nearest(key: str, near: str) -> None:
-    assert str(config_lib.unknown_key(key)) == f"config has no field '{key}'; did you mean '{near}'?"
+    assert str(config_tree.unknown_key(key)) == f"config has no field '{key}'; did you mean '{near}'?"
 
 
 def test_from_dict_refuses_unknown_keys() -> None:
     with pytest.raises(UserError, match=r"'train\.stepz'; did you mean 'train\.steps'"):
-        config_lib.from_dict({"train": {"stepz": 1}})
+        config_tree.from_dict({"train": {"stepz": 1}})
     with pytest.raises(UserError, match=r"'trian'; did you mean 'train'"):
-        config_lib.from_dict({"trian": {"steps": 1}})
+        config_tree.from_dict({"trian": {"steps": 1}})
     with pytest.raises(UserError, match=r"config\.train is 3; it must be a table"):
-        config_lib.from_dict({"train": 3})
+        config_tree.from_dict({"train": 3})
 
 
 def test_attributes_that_are_no_fields_are_refused() -> None:
     config = Config()
     vars(config.train)["stepz"] = 1
     with pytest.raises(UserError, match=r"'train\.stepz'; did you mean 'train\.steps'"):
-        config_lib.check_types(config)
+        config_tree.check_types(config)
     config = Config()
     vars(config)["optimiser"] = config.optimizer
     with pytest.raises(UserError, match=r"'optimiser'; did you mean 'optimizer'"):
-        config_lib.check_types(config)
+        config_tree.check_types(config)
     config = Config()
     vars(config)["train"] = config.eval
     with pytest.raises(UserError, match=r"config\.train is EvalConfig\(.*\); it must be a TrainConfig"):
-        config_lib.check_types(config)
+        config_tree.check_types(config)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_attributes_that_are_no_fields_are_refused() -> None:
 )
 def test_ill_typed_value(path: str, value: Any, wanted: str) -> None:
     with pytest.raises(UserError) as caught:
-        config_lib.check_types(changed({path: value}))
+        config_tree.check_types(changed({path: value}))
     assert str(caught.value).startswith(f"config.{path} is {value!r} ")
     assert wanted in str(caught.value)
 
@@ -113,17 +113,17 @@ def test_ill_typed_value(path: str, value: Any, wanted: str) -> None:
     [("optimizer.peak_lr", 1), ("model.layers", None), ("model.layers", 2), ("model.pattern", ("sliding", "full"))],
 )
 def test_well_typed_value(path: str, value: Any) -> None:
-    config_lib.check_types(changed({path: value}))
+    config_tree.check_types(changed({path: value}))
 
 
 @pytest.mark.parametrize("path", config_lib.CHOICES)
 def test_choices(path: str) -> None:
-    assert path in config_lib.field_paths(Config())
+    assert path in config_tree.field_paths(Config())
     for choice in config_lib.CHOICES[path]:
-        config_lib.check_types(changed({path: choice}))
+        config_tree.check_types(changed({path: choice}))
     first, listed = config_lib.CHOICES[path][0], ", ".join(config_lib.CHOICES[path])
     with pytest.raises(UserError) as caught:
-        config_lib.check_types(changed({path: first + "x"}))
+        config_tree.check_types(changed({path: first + "x"}))
     said = f"config.{path} is '{first}x'; it must be one of {listed} (did you mean '{first}'?)"
     assert str(caught.value) == said
 
@@ -301,18 +301,18 @@ def test_dict_round_trip_through_json() -> None:
     config = changed(
         {"model.name": "gemma2-2b", "model.pattern": ("sliding", "full"), "model.layers": 2, "optimizer.peak_lr": 1e-5}
     )
-    assert config_lib.from_dict(config_lib.to_dict(config)) == config
-    assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(config)))) == config
-    assert config_lib.from_dict({}) == Config() != config
+    assert config_tree.from_dict(config_tree.to_dict(config)) == config
+    assert config_tree.from_dict(json.loads(json.dumps(config_tree.to_dict(config)))) == config
+    assert config_tree.from_dict({}) == Config() != config
 
 
 def test_from_dict_checks_types() -> None:
     with pytest.raises(UserError, match=r"config\.train\.steps is 1\.5 \(float\); it must be int"):
-        config_lib.from_dict({"train": {"steps": 1.5}})
+        config_tree.from_dict({"train": {"steps": 1.5}})
 
 
 def test_field_paths_reach_every_section() -> None:
-    paths = config_lib.field_paths(Config())
+    paths = config_tree.field_paths(Config())
     assert {path.split(".")[0] for path in paths} == {field.name for field in dataclasses.fields(Config)}
     assert paths["train.steps"] == Config().train.steps
 

@@ -42,6 +42,7 @@ ORDER = [
     "config_checks",
     "attention_choice",
     "remat_policy",
+    "config_tree",
     "config",
     "errors",
 ]

@@ -22,8 +22,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxllm import architectures, hardware, mesh
-from jaxllm import config as config_lib
+from jaxllm import architectures, config_tree, hardware, mesh
 from jaxllm.config import Config
 from jaxllm.errors import RunError, UserError
 from jaxllm.ledger import compiled, tpu_report
@@ -121,7 +120,7 @@ def inspect(config: Config, name: str, count: int, sampling: Sampling | None = N
         mesh.require_count(config.mesh, count)
     require_compiler(device.name, device.compile_target).topology(count)
     asked = sampling and dataclasses.asdict(sampling)
-    request = {"config": config_lib.to_dict(config), "device": name, "count": count, "sampling": asked}
+    request = {"config": config_tree.to_dict(config), "device": name, "count": count, "sampling": asked}
     child = subprocess.run(
         [sys.executable, "-m", "jaxllm.ledger.absent"],
         input=json.dumps(request),
@@ -144,7 +143,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """What the child process says: {"programs": {name: an Inspection's JSON}}, or {"error": one line} where the
     request is at fault."""
     try:
-        config = config_lib.from_dict(request["config"])
+        config = config_tree.from_dict(request["config"])
         model = architectures.resolve_config(config)
         device = hardware.named(request["device"])
         target = require_compiler(device.name, device.compile_target)

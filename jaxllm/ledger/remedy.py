@@ -20,7 +20,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxllm import attention_choice, config_checks
-from jaxllm.config import Architecture, Config, field_paths
+from jaxllm.config import Architecture, Config
+from jaxllm.config_tree import field_paths
 from jaxllm.errors import UserError
 from jaxllm.hardware import Device
 from jaxllm.ledger import memory

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm import config as config_lib
+from jaxllm import config_tree
 from jaxllm.config import Config
 from jaxllm.planning.space import Choice, Space
 
@@ -19,7 +19,7 @@ def fields(space: Space, choice: Choice, typed: Mapping[str, Any] | None) -> dic
       typed: what the person has overridden in the run's file already, which has the rest; the choice has the last
         word. None where there is no file.
     """
-    before = config_lib.field_paths(space.base)
+    before = config_tree.field_paths(space.base)
     if typed is not None:
         return {**typed, **{path: value for path, value in choice.fields.items() if before[path] != value}}
     return {path: before[path] for path in _RUN} | choice.fields
@@ -37,8 +37,8 @@ def file_of(space: Space, choice: Choice, told: str) -> str:
       told: the first line of its docstring.
     """
     config = dataclasses.replace(space.configured(choice))
-    default = config_lib.field_paths(Config())
-    changed = {path: value for path, value in config_lib.field_paths(config).items() if value != default[path]}
+    default = config_tree.field_paths(Config())
+    changed = {path: value for path, value in config_tree.field_paths(config).items() if value != default[path]}
     lines = [f'"""{told}"""', "", "from jaxllm.config import Config", "", "", "def get_config() -> Config:"]
     lines += ["    config = Config()", *(f"    config.{path} = {value!r}" for path, value in changed.items())]
     return "\n".join([*lines, "    return config", ""])

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxllm import config as config_lib
+from jaxllm import config_tree
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.train import arrays, manifest
@@ -95,7 +95,7 @@ class Checkpointer:
             if self._job.leads:
                 self._check_space(step, state)
                 (staging / "data").mkdir(parents=True)
-                (staging / "config.json").write_text(json.dumps(config_lib.to_dict(self._config), indent=1))
+                (staging / "config.json").write_text(json.dumps(config_tree.to_dict(self._config), indent=1))
             self._job.barrier(f"save-{step}-begun")
             for stream in data_state if self._job.is_alone else streams:
                 (staging / "data" / f"{stream}.json").write_text(json.dumps(data_state[stream]))
@@ -219,8 +219,8 @@ class Checkpointer:
 
 def check_same_run(stored: dict[str, Any], config: Config, path: pathlib.Path) -> None:
     """Raises UserError, naming fields, where `config` would not continue the run that stored its own."""
-    old = config_lib.field_paths(config_lib.from_dict(stored))
-    new = config_lib.field_paths(config)
+    old = config_tree.field_paths(config_tree.from_dict(stored))
+    new = config_tree.field_paths(config)
     changed = [key for key in new if old[key] != new[key] and not key.startswith(_FREE)]
     if changed:
         told = ", ".join(f"config.{key} was {old[key]!r} and is {new[key]!r}" for key in changed[:4])
@@ -259,7 +259,7 @@ def stored_config(workdir: pathlib.Path) -> Config | None:
 
 
 def _config_in(checkpoint: pathlib.Path) -> Config:
-    return config_lib.from_dict(json.loads((checkpoint / "config.json").read_text()))
+    return config_tree.from_dict(json.loads((checkpoint / "config.json").read_text()))
 
 
 def _complete(folder: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -6,8 +6,7 @@ import json
 import pathlib
 from collections.abc import Iterator
 
-from jaxllm import architectures
-from jaxllm import config as config_lib
+from jaxllm import architectures, config_tree
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.interop import text as texts
@@ -34,7 +33,7 @@ def only_run_in(workdir: pathlib.Path) -> Iterator[None]:
 
 def write_config(workdir: pathlib.Path, config: Config) -> None:
     """Writes the run's configuration where a person and `from_dict` find it."""
-    (workdir / "config.json").write_text(json.dumps(config_lib.to_dict(config), indent=1) + "\n")
+    (workdir / "config.json").write_text(json.dumps(config_tree.to_dict(config), indent=1) + "\n")
 
 
 def write_text(workdir: pathlib.Path, text: Text) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxllm import architectures, hardware, mesh
+from jaxllm import architectures, config_tree, hardware, mesh
 from jaxllm import config as config_lib
 from jaxllm.config import Config
 from jaxllm.ledger import absent, collectives, compiled, hlo, products, tpu_report
@@ -57,12 +57,12 @@ class Found:
 
 def train_step(config: Config, device: str) -> Found:
     """A training step for as many of these devices as config.mesh takes."""
-    return _train_step(json.dumps(config_lib.to_dict(config), sort_keys=True), device)
+    return _train_step(json.dumps(config_tree.to_dict(config), sort_keys=True), device)
 
 
 @functools.cache
 def _train_step(config_json: str, name: str) -> Found:
-    config = config_lib.from_dict(json.loads(config_json))
+    config = config_tree.from_dict(json.loads(config_json))
     device = hardware.named(name)
     model = architectures.resolve_config(config)
     program = programs_of(config, model, device.platform, absent.abstract_mesh(config), None)["train_step"]

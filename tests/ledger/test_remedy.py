@@ -7,7 +7,8 @@ import models
 import pytest
 
 from jaxllm import architectures, hardware
-from jaxllm.config import Config, check_types
+from jaxllm.config import Config
+from jaxllm.config_tree import check_types
 from jaxllm.errors import RunError
 from jaxllm.ledger import admission, memory, shortage
 from jaxllm.ledger.remedy import remedy

@@ -6,8 +6,7 @@ import itertools
 import models
 import pytest
 
-from jaxllm import architectures, config_checks, hardware, programs
-from jaxllm import config as config_lib
+from jaxllm import architectures, config_checks, config_tree, hardware, programs
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.ledger import layout, memory, roofline, slots, states
@@ -72,7 +71,7 @@ def every_choice(searched: Space):
 
 
 def configured(base: Config, choice: Choice) -> Config:
-    config = config_lib.from_dict(config_lib.to_dict(base))
+    config = config_tree.from_dict(config_tree.to_dict(base))
     for path, value in choice.fields.items():
         section, name = path.split(".")
         setattr(getattr(config, section), name, value)
@@ -174,7 +173,7 @@ def test_of_a_file_only_what_differs_is_told():
     searched = small()
     best = training.search(searched, H100, 10**12).fitting[0].choice
     told = overrides.fields(searched, best, {})
-    before = config_lib.field_paths(searched.base)
+    before = config_tree.field_paths(searched.base)
     assert told == {path: value for path, value in best.fields.items() if before[path] != value}
     assert "train.batch_size" not in told
     typed = {"init_from": "some/model", "mesh.zero": 7}

@@ -14,8 +14,7 @@ import runs
 import tokenizers
 from rich.console import Console
 
-from jaxllm import architectures, mesh, programs
-from jaxllm import config as config_lib
+from jaxllm import architectures, config_tree, mesh, programs
 from jaxllm.config import Config, MeshConfig, ModelConfig
 from jaxllm.errors import UserError
 from jaxllm.interop import opening
@@ -256,12 +255,12 @@ def test_a_workdir_is_a_source_too(plain, tmp_path):
 
 def test_the_field_itself():
     made = Config(init_from="somewhere")
-    assert config_lib.from_dict(config_lib.to_dict(made)) == made
-    assert config_lib.field_paths(made)["init_from"] == "somewhere"
+    assert config_tree.from_dict(config_tree.to_dict(made)) == made
+    assert config_tree.field_paths(made)["init_from"] == "somewhere"
     with pytest.raises(UserError, match=r"config.init_from is 5; it must be a str"):
-        config_lib.from_dict({"init_from": 5})
+        config_tree.from_dict({"init_from": 5})
     with pytest.raises(UserError, match="did you mean 'init_from'"):
-        config_lib.from_dict({"init_form": "x"})
+        config_tree.from_dict({"init_form": "x"})
     alone = Config()
     alone.data.tokenizer = "model"
     with pytest.raises(

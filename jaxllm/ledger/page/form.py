@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm import architectures, config, hardware
+from jaxllm import architectures, config_tree, hardware
 from jaxllm.config import CHOICES
 from jaxllm.errors import UserError
 from jaxllm.hardware import Device
@@ -82,10 +82,10 @@ def start(asked: Request, device_name: str) -> dict[str, Any]:
         "weights": asked.weights,
         "cache": asked.cache,
     }
-    held = config.field_paths(asked.config)
+    held = config_tree.field_paths(asked.config)
     names = [field.name for fields in FORM.values() for field in fields]
     return {
-        "config": config.to_dict(asked.config),
+        "config": config_tree.to_dict(asked.config),
         "machine": _machine_json(asked.device) if here else None,
         "chunk": asked.chunk,
         "texts": {name: str(flags[name] if name in flags else held[name.removeprefix("config.")]) for name in names},
@@ -119,7 +119,7 @@ def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> Request:
     device = Device(**started["machine"]) if name == HERE and started["machine"] else hardware.named(name)
     count, batch, context = (int(texts[flag]) for flag in ("count", "batch", "context"))
     held = (texts["weights"], texts["cache"])
-    return Request(config.from_dict(tree), device, count, batch, context, started["chunk"], *held)
+    return Request(config_tree.from_dict(tree), device, count, batch, context, started["chunk"], *held)
 
 
 def _parsed(field: Field, text: str) -> int | str:
