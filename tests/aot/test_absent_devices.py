@@ -65,7 +65,7 @@ def test_flops_are_the_formula_s(device):
     """With attention's; kernels are calls, whose nine products a pair the count leaves out and the calls are told."""
     model = architectures.resolve_config(QUICKSTART)
     plain = absent_programs.quickstart(attention_implementation="xla")
-    found = absent_programs.train_step(plain, device)
+    found = absent_programs.train_step(plain, device, quick=True)
     assert found.products.flops == pytest.approx(compute.train_step(model, plain, "bf16").flops, rel=0.02)
     assert not found.products.unknown_loops
     found = absent_programs.train_step(QUICKSTART, device)
