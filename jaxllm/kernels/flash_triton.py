@@ -216,8 +216,8 @@ def _dq_kernel(
         scores = rule.slope(bits, weights * (_inner(dot, change, v) - delta[:, None]))
         return dq + dot(scores.astype(k_ref.dtype), k.whole(), (1, 0))
 
-    zero = jnp.zeros((tile.queries, q_ref.shape[-1]), jnp.float32)
-    dq = loop(key_spans(rule, start, tile, row_segments is not None), step, zero)
+    shape = (tile.queries, q_ref.shape[-1])
+    dq = loop(key_spans(rule, start, tile, row_segments is not None), step, jnp.zeros(shape, jnp.float32))
     _store_rows(dq_ref, dq * rule.scale, rule.queries - start, head_dim)
 
 
