@@ -12,12 +12,14 @@ class Tile:
     queries, keys: of a tile; powers of two.
     warps: of 32 threads that share it; GPU only.
     stages: tiles on the way from memory at a time; GPU only.
+    depth: of the head dimension, how much a product of rows takes at a time; a power of 2, 0 is all. Triton only.
     """
 
     queries: int
     keys: int
     warps: int = 4
     stages: int = 2
+    depth: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,8 @@ class Tiles:
 
 
 # On NVIDIA through Triton, by bytes of a number and the largest head_dim. No kernel spills a register on A100, H100 and
-# B200 (`make test-aot`), but for float32's gradients above a head_dim of 128. There each warp of a product holds its
-# rows whole, and twice, as the two parts of which tensor cores make a float32. Of a thread's numbers 50 to 300 bytes
-# (dq) and 300 to 600 (dkv) go to memory and back, stores and loads together.
+# B200 (`make test-aot`). A warp holds 16 rows of a product whole, and in float32 twice, as the two parts of which
+# tensor cores make it: a depth of 256 is more than there are registers, so that the widest heads are taken in parts.
 _TRITON = {
     (2, 64): Tiles(Tile(128, 128, 8), Tile(128, 64, 8), Tile(32, 32, 4)),
     (2, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(32, 64, 8)),
@@ -40,7 +41,7 @@ _TRITON = {
     (4, 32): Tiles(Tile(64, 32, 8), Tile(32, 32, 8), Tile(32, 16, 8)),
     (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 8), Tile(32, 32, 8)),
     (4, 128): Tiles(Tile(32, 32, 8), Tile(16, 32, 8), Tile(32, 16, 8)),
-    (4, 256): Tiles(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    (4, 256): Tiles(Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
 }
 # The output on Hopper through Mosaic: 64 queries a warp group, and as many keys and stages as a block's 227 KiB of
 # shared memory and the computing groups' registers hold.

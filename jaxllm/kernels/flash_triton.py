@@ -145,15 +145,15 @@ def _forward_kernel(
 ) -> None:
     start = (last - pl.program_id(0)) * tile.queries
     rows = start + jnp.arange(tile.queries)
-    q = _load_rows(q_ref, 0, tile.queries, rule.queries - start, head_dim)
+    q = _Rows(q_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
     row_segments = _load_segments(q_segments_ref, 0, tile.queries, rule.queries - start)
 
     def step(j: Index, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
         total, high, summed = carry
         first = j * tile.keys
-        k = _load_rows(k_ref, first, tile.keys, rule.keys - first, head_dim)
-        v = _load_rows(v_ref, first, tile.keys, rule.keys - first, head_dim)
-        bits = rule.bits(dot(q, k, (1, 1)))
+        k = _Rows(k_ref, first, tile.keys, rule.keys - first, head_dim, tile.depth)
+        v = _Rows(v_ref, first, tile.keys, rule.keys - first, head_dim, tile.depth).whole()
+        bits = rule.bits(_inner(dot, q, k))
         if masked:
             column_segments = _load_segments(k_segments_ref, first, tile.keys, rule.keys - first)
             columns = first + jnp.arange(tile.keys)
@@ -165,7 +165,7 @@ def _forward_kernel(
         total = total * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
         return total, new_high, summed * shrink + weights.sum(1)
 
-    shape = (tile.queries, q.shape[1])
+    shape = (tile.queries, q_ref.shape[-1])
     carry = (jnp.zeros(shape, jnp.float32), jnp.full(shape[:1], LEAST, jnp.float32), jnp.zeros(shape[:1], jnp.float32))
     carry = loop(key_spans(rule, start, tile, row_segments is not None), step, carry)
     total, high, summed = carry
@@ -195,17 +195,17 @@ def _dq_kernel(
 ) -> None:
     start = (last - pl.program_id(0)) * tile.queries
     rows = start + jnp.arange(tile.queries)
-    q = _load_rows(q_ref, 0, tile.queries, rule.queries - start, head_dim)
-    change = _load_rows(change_ref, 0, tile.queries, rule.queries - start, head_dim)
+    q = _Rows(q_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
+    change = _Rows(change_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
     row_segments = _load_segments(q_segments_ref, 0, tile.queries, rule.queries - start)
     lse = plgpu.load(lse_ref, mask=rows < rule.queries, other=EMPTY) * LOG2_E
     delta = plgpu.load(delta_ref, mask=rows < rule.queries, other=0.0)
 
     def step(j: Index, dq: Array, masked: bool) -> Array:
         first = j * tile.keys
-        k = _load_rows(k_ref, first, tile.keys, rule.keys - first, head_dim)
-        v = _load_rows(v_ref, first, tile.keys, rule.keys - first, head_dim)
-        bits = rule.bits(dot(q, k, (1, 1)))
+        k = _Rows(k_ref, first, tile.keys, rule.keys - first, head_dim, tile.depth)
+        v = _Rows(v_ref, first, tile.keys, rule.keys - first, head_dim, tile.depth)
+        bits = rule.bits(_inner(dot, q, k))
         shown = bits
         if masked:
             column_segments = _load_segments(k_segments_ref, first, tile.keys, rule.keys - first)
@@ -213,10 +213,11 @@ def _dq_kernel(
             mask = rule.visible(rows[:, None], columns[None, :], _down(row_segments), _along(column_segments))
             shown = jnp.where(mask, bits, HIDDEN)
         weights = jnp.exp2(shown - lse[:, None])
-        scores = rule.slope(bits, weights * (dot(change, v, (1, 1)) - delta[:, None]))
-        return dq + dot(scores.astype(k.dtype), k, (1, 0))
+        scores = rule.slope(bits, weights * (_inner(dot, change, v) - delta[:, None]))
+        return dq + dot(scores.astype(k_ref.dtype), k.whole(), (1, 0))
 
-    dq = loop(key_spans(rule, start, tile, row_segments is not None), step, jnp.zeros(q.shape, jnp.float32))
+    shape = (tile.queries, q_ref.shape[-1])
+    dq = loop(key_spans(rule, start, tile, row_segments is not None), step, jnp.zeros(shape, jnp.float32))
     _store_rows(dq_ref, dq * rule.scale, rule.queries - start, head_dim)
 
 
@@ -239,8 +240,8 @@ def _dkv_kernel(
     head_dim: int,
 ) -> None:
     start = pl.program_id(0) * tile.keys
-    k = _load_rows(k_ref, 0, tile.keys, rule.keys - start, head_dim)
-    v = _load_rows(v_ref, 0, tile.keys, rule.keys - start, head_dim)
+    k = _Rows(k_ref, 0, tile.keys, rule.keys - start, head_dim, tile.depth)
+    v = _Rows(v_ref, 0, tile.keys, rule.keys - start, head_dim, tile.depth)
     column_segments = _load_segments(k_segments_ref, 0, tile.keys, rule.keys - start)
     columns = start + jnp.arange(tile.keys)
     spans = query_spans(rule, start, tile, column_segments is not None)
@@ -251,25 +252,25 @@ def _dkv_kernel(
             first = i * tile.queries
             rows = first + jnp.arange(tile.queries)
             here = pl.ds(first, tile.queries)
-            q = _load_rows(q_ref, first, tile.queries, rule.queries - first, head_dim, g)
-            change = _load_rows(change_ref, first, tile.queries, rule.queries - first, head_dim, g)
+            q = _Rows(q_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
+            change = _Rows(change_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
             lse = plgpu.load(lse_ref.at[g, here], mask=rows < rule.queries, other=EMPTY) * LOG2_E
             delta = plgpu.load(delta_ref.at[g, here], mask=rows < rule.queries, other=0.0)
             # Keys down, queries along: what meets the changes and queries below is not turned first.
-            bits = rule.bits(dot(k, q, (1, 1)))
+            bits = rule.bits(_inner(dot, k, q))
             shown = bits
             if masked:
                 row_segments = _load_segments(q_segments_ref, first, tile.queries, rule.queries - first)
                 mask = rule.visible(rows[None, :], columns[:, None], _along(row_segments), _down(column_segments))
                 shown = jnp.where(mask, bits, HIDDEN)
             weights = jnp.exp2(shown - lse[None, :])
-            dv += dot(weights.astype(change.dtype), change, (1, 0))
-            scores = rule.slope(bits, weights * (dot(v, change, (1, 1)) - delta[None, :]))
-            return dk + dot(scores.astype(q.dtype), q, (1, 0)), dv
+            dv += dot(weights.astype(change_ref.dtype), change.whole(), (1, 0))
+            scores = rule.slope(bits, weights * (_inner(dot, v, change) - delta[None, :]))
+            return dk + dot(scores.astype(q_ref.dtype), q.whole(), (1, 0)), dv
 
         return loop(spans, step, carry)
 
-    zero = jnp.zeros(k.shape, jnp.float32)
+    zero = jnp.zeros((tile.keys, k_ref.shape[-1]), jnp.float32)
     dk, dv = lax.fori_loop(0, heads, one_head, (zero, zero))
     _store_rows(dk_ref, dk * rule.scale, rule.keys - start, head_dim)
     _store_rows(dv_ref, dv, rule.keys - start, head_dim)
@@ -297,19 +298,49 @@ def _product(dtype: DTypeLike, interpret: bool) -> Callable[..., Array]:
     return product
 
 
-def _load_rows(ref: Any, first: Index, count: int, left: Index, head_dim: int, head: Index | None = None) -> Array:
-    """Rows [first, first + count) of which `left` are there; zeros for the others and past the head dimension."""
-    width = ref.shape[-1]
-    here, columns = pl.ds(first, count), pl.ds(0, width)
-    part = ref.at[here, columns] if head is None else ref.at[here, head, columns]
-    return plgpu.load(part, mask=_there(count, left, width, head_dim), other=0.0)
+class _Rows:
+    """Rows [first, first + count) of which `left` are there; zeros for the others and past the head dimension.
+
+    Where a product takes them in parts, memory is read at each use: what a loop would hold from one turn to the next
+    is what does not fit into registers.
+    """
+
+    def __init__(
+        self, ref: Any, first: Index, count: int, left: Index, head_dim: int, depth: int, head: Index | None = None
+    ) -> None:
+        self._ref, self._first, self._left, self._head = ref, first, left, head
+        self.count, self.head_dim, self.depth = count, head_dim, depth
+        self._read = None if depth else self._load(0, ref.shape[-1])
+
+    def whole(self) -> Float[Array, "count H"]:
+        return self._load(0, self._ref.shape[-1]) if self._read is None else self._read
+
+    def part(self, index: Index) -> Float[Array, "count depth"]:
+        return self._load(index * self.depth, self.depth)
+
+    def _load(self, begin: Index, width: int) -> Array:
+        here, columns = pl.ds(self._first, self.count), pl.ds(begin, width)
+        part = self._ref.at[here, columns] if self._head is None else self._ref.at[here, self._head, columns]
+        return plgpu.load(part, mask=_there(self.count, self._left, width, self.head_dim - begin), other=0.0)
+
+
+def _inner(dot: Callable[..., Array], a: _Rows, b: _Rows) -> Float[Array, "a b"]:
+    """Products of each row of a with each of b: at once, or summed over parts of the head dimension."""
+    if not a.depth:
+        return dot(a.whole(), b.whole(), (1, 1))
+
+    def add(index: Index, total: Array) -> Array:
+        return total + dot(a.part(index), b.part(index), (1, 1))
+
+    # A loop and not its parts one by one: those the compiler would read ahead, and hold all at once.
+    return lax.fori_loop(0, pl.cdiv(a.head_dim, a.depth), add, jnp.zeros((a.count, b.count), jnp.float32))
 
 
 def _store_rows(ref: Any, value: Array, left: Index, head_dim: int) -> None:
     plgpu.store(ref, value.astype(ref.dtype), mask=_there(value.shape[0], left, value.shape[1], head_dim))
 
 
-def _there(count: int, left: Index, width: int, head_dim: int) -> Bool[Array, "count width"]:
+def _there(count: int, left: Index, width: int, head_dim: Index) -> Bool[Array, "count width"]:
     return (jnp.arange(count) < left)[:, None] & (jnp.arange(width) < head_dim)[None, :]
 
 

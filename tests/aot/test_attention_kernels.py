@@ -1,5 +1,6 @@
 """The attention kernels compiled for devices that are not there: that they are, what memory they need, what spills."""
 
+import dataclasses
 import functools
 import glob
 import pathlib
@@ -15,7 +16,7 @@ import pytest
 from jaxllm import hardware
 from jaxllm.kernels import reference
 from jaxllm.kernels.flash_attention import flash_attention
-from jaxllm.kernels.flash_blocks import Tile, Tiles
+from jaxllm.kernels.flash_blocks import Tile, Tiles, tiles_for
 from jaxllm.ledger import absent, compiled, tpu_report
 from jaxllm.programs import Program
 
@@ -27,10 +28,8 @@ RULES = {"rich": {"window": 300, "softcap": 30.0}, "bare": {"window": 0, "softca
 WITHOUT_SPILLS = [
     *[(head_dim, "bfloat16") for head_dim in (16, 64, 80, 128, 256)],
     (128, "float16"),
-    *[(head_dim, "float32") for head_dim in (16, 32, 64, 96, 128)],
+    *[(head_dim, "float32") for head_dim in (16, 32, 64, 96, 128, 192, 256)],
 ]
-# Bytes a thread, stores and loads; see `flash_blocks`.
-MOST_SPILLED = {"flash_attention_dq": 320, "flash_attention_dkv": 640}
 # What XLA rounds buffers up to, and its table of outputs.
 SMALL = 1024
 
@@ -104,19 +103,18 @@ def test_no_kernel_spills_on_gpus(name, head_dim, dtype, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", GPUS)
-def test_gradients_in_float32_spill_this_much_at_the_largest_head_dim(name, rule):
-    _, told = figures(name, 256, rule=rule, dtype="float32")
-    assert told["flash_attention"][0] == 0
-    assert all(0 < told[kernel][0] <= most for kernel, most in MOST_SPILLED.items()), told
-
-
-@pytest.mark.slow
 def test_spills_would_be_seen():
     tile = Tile(64, 64, 4)
     _, told = figures("a100-80gb", 64, blocks=Tiles(tile, tile, tile))
     assert any(spilled > 0 for spilled, _ in told.values())
+
+
+@pytest.mark.slow
+def test_the_widest_heads_in_float32_spill_unless_taken_in_parts():
+    now = tiles_for("triton", 256, "float32")
+    at_once = Tiles(*(dataclasses.replace(tile, depth=0) for tile in (now.forward, now.dq, now.dkv)))
+    _, told = figures("h100", 256, dtype="float32", blocks=at_once)
+    assert all(spilled > 0 for spilled, _ in told.values()), told
 
 
 @pytest.mark.parametrize("rule", RULES)
