@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxllm.config import Architecture
-from jaxllm.ledger import formats, rows
+from jaxllm.ledger import formats, inference_tpu, rows
 from jaxllm.ledger.dataflow import rows_of_experts
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.rows import DECODE, PREFILL, Row
@@ -110,6 +110,8 @@ def workspace_rows(
     platform: str,
     phase: str,
     cached: bool = True,
+    cache_dtype: str = "",
+    vector_memory: int = 0,
 ) -> list[Row]:
     """The rows of a phase.
 
@@ -117,14 +119,35 @@ def workspace_rows(
       tokens: new ones of each sequence.
       phase: PREFILL or DECODE.
       cached: whether there is a cache.
+      cache_dtype: its format; "" is that of the weights. Of a TPU's prefill alone, as `vector_memory` is.
+      vector_memory: `devices.Device.vector_memory`.
     """
     one = _Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
-    kind = f"{phase} workspace"
     # Without a cache a decoded token takes what a prefill of all of them does.
     like = phase if cached else PREFILL
+    if platform == "tpu" and like == PREFILL:
+        rules = (model, batch, capacity, tokens, weight_dtype, cache_dtype or weight_dtype, vector_memory, cached)
+        made = [dataclasses.replace(row, phase=phase) for row in inference_tpu.prefill_rows(*rules)]
+    else:
+        made = _rows(one, phase, like)
+    if formats.named(weight_dtype).scaled:
+        # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
+        size = one.weight_bytes()
+        made = [row for row in made if row.name != _CUT]
+        made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
+    return made
+
+
+def _rows(one: _Pass, phase: str, like: str) -> list[Row]:
+    """Those of all but a TPU's prefill.
+
+    Args:
+      like: the phase whose arrays these are.
+    """
+    kind = f"{phase} workspace"
     made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
     # On a GPU a token is chosen where the copies of a decoded token's weights have been; elsewhere it comes on top.
-    shared = platform == "gpu" and like == DECODE
+    shared = one.platform == "gpu" and like == DECODE
     there = sum(row.bytes_per_device for row in made if shared and row.name == _CUT)
     choice = _choice(one, phase)
     moments = {
@@ -138,11 +161,6 @@ def workspace_rows(
         formula = f"{choice:,} − {there:,} B, in place of weights"
     what = "logits" if name.startswith("logits") else kind
     made.append(rows.row(name if what == "logits" else f"one layer's {name}", what, phase, formula, moments[name]))
-    if formats.named(weight_dtype).scaled:
-        # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
-        size = one.weight_bytes()
-        made = [row for row in made if row.name != _CUT]
-        made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
     return made
 
 
