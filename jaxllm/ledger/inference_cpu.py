@@ -76,19 +76,25 @@ def _weights(one: Pass, *names: str) -> int:
     return one.weight_bytes(*names) // of_repeat
 
 
+def _queries(one: Pass) -> int:
+    """Bytes of one layer's queries, as many as those of attention's output."""
+    return one.count * one.model.heads * one.model.head_dim * FLOAT32
+
+
 def _start(one: Pass) -> dict[str, int]:
-    return {CUT: _layers(one) * _weights(one), "hidden states": 3 * one.hidden}
+    return {CUT: _layers(one) * _weights(one), "hidden states": 2 * one.hidden, "queries": _queries(one)}
 
 
 def _attention(one: Pass) -> dict[str, int]:
-    model = one.model
     arrays = {CUT: _layers(one) * _weights(one) - _weights(one, "q", "k", "v"), "hidden states": one.hidden}
     if loops(one):
-        arrays["queries and attention's output"] = 2 * one.count * model.heads * model.head_dim * FLOAT32
+        arrays["queries and attention's output"] = 2 * _queries(one)
         arrays["keys and values of one layer"] = 2 * one.keys_bytes
-    else:
+    elif one.scores > one.keys_bytes:
         # Keys are gone when exponentials are written.
         arrays |= {"scores and exponentials of one layer": 2 * one.scores, "values of one layer": one.keys_bytes}
+    else:
+        arrays |= {"scores of one layer": one.scores, "keys and values of one layer": 2 * one.keys_bytes}
     return arrays
 
 

@@ -19,6 +19,7 @@ WIDE = {"mlp_width": 4096}
 CELLS = {
     "4,064 rows are written": (BASE, 4, 1024, 127, "scores"),
     "4,096 rows are not": (BASE, 4, 1024, 128, "queries"),
+    "more keys than scores": (BASE, 4, 4096, 8, "keys"),
     "one head of keys": (dataclasses.replace(BASE, kv_heads=1), 4, 1024, 128, "scores"),
     "a gated MLP": (dataclasses.replace(BASE, **WIDE), 16, 256, 128, "MLP"),
     "a plain MLP": (dataclasses.replace(PLAIN, **WIDE), 16, 256, 128, "MLP"),
