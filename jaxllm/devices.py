@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from jaxllm.targets import Target
 
-GB, GIB, TFLOPS = 10**9, 2**30, 10**12
+GB, GIB, MIB, TFLOPS = 10**9, 2**30, 2**20, 10**12
 # What JAX reads, and what the commands set where it is not set: the share of a GPU's memory that its allocator takes
 # for arrays and programs' temporaries (JAX's own default is 0.75). The rest is for CUDA, its libraries and NCCL.
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -50,6 +50,8 @@ class Device:
       interconnect: bytes/s to the devices of its own island; None where not known.
       network: bytes/s of its own network card, or its share of one, to other islands; None where not known.
       host_link: bytes/s to its host's memory; None where not known.
+      vector_memory: of a TPU's core: bytes that arrays of a program may have there instead of in its memory, as its
+        compiler allots them.
       island: devices that the interconnect joins: those of a host, a rack or a TPU slice.
     """
 
@@ -64,6 +66,7 @@ class Device:
     interconnect: float | None = None
     network: float | None = None
     host_link: float | None = None
+    vector_memory: int = 0
     island: int = 1
 
     @property

@@ -2,11 +2,14 @@
 
 Memory is what a TPU's compiler lets a program have, found by compiling ever larger ones for it (libtpu 0.0.42, to
 2 MiB); the runtime keeps the rest. For a v5p it goes to 95.74 GiB of 96, where the documentation promises 95.
+
+Vector memory is what it allots there to a program of many small arrays, in its buffer assignments. A v4 has too little
+to hold any; of a v5p, whose two cores make one device, it gives 47 MiB, but to none that products make.
 """
 
 import dataclasses
 
-from jaxllm.devices import GB, GIB, TFLOPS, Device
+from jaxllm.devices import GB, GIB, MIB, TFLOPS, Device
 from jaxllm.targets import TpuTarget
 
 
@@ -17,6 +20,7 @@ class _Figures:
     Attributes:
       total, usable: GiB of memory; of them, what a program may have.
       ici, network: GB/s a direction, to chips of its slice and to other slices; a network of 0 is not published.
+      vector: MiB of vector memory for arrays.
     """
 
     total: float
@@ -27,6 +31,7 @@ class _Figures:
     network: float = 0
     int8: float = 0
     fp8: float = 0
+    vector: int = 0
 
 
 def _tpu(name: str, figures: _Figures, target: TpuTarget, source: str = "") -> Device:
@@ -45,6 +50,7 @@ def _tpu(name: str, figures: _Figures, target: TpuTarget, source: str = "") -> D
         held_back=int(figures.total * GIB) - memory,
         interconnect=figures.ici * GB,
         network=figures.network * GB or None,
+        vector_memory=figures.vector * MIB,
         island=target.largest * target.devices_per_chip,
     )
 
@@ -65,7 +71,11 @@ TPUS: dict[str, tuple[str, Device]] = {
     ),
     "v5e": (
         r"TPU v5 ?(lite|e)$",
-        _tpu("TPU v5e", _Figures(16, 15.74, 819, 197, ici=200, network=3.125, int8=393), TpuTarget("v5e", 2, 256)),
+        _tpu(
+            "TPU v5e",
+            _Figures(16, 15.74, 819, 197, ici=200, network=3.125, int8=393, vector=112),
+            TpuTarget("v5e", 2, 256),
+        ),
     ),
     "v5p": (
         r"TPU v5p?$",
@@ -75,7 +85,7 @@ TPUS: dict[str, tuple[str, Device]] = {
         r"TPU v6 ?(lite|e)$",
         _tpu(
             "TPU v6e",
-            _Figures(32, 31.24, 1638, 918, ici=400, network=12.5, int8=1836, fp8=918),
+            _Figures(32, 31.24, 1638, 918, ici=400, network=12.5, int8=1836, fp8=918, vector=94),
             TpuTarget("v6e", 2, 256),
         ),
     ),
@@ -83,7 +93,7 @@ TPUS: dict[str, tuple[str, Device]] = {
         r"TPU ?v?7x$",
         _tpu(
             "TPU v7x core",
-            _Figures(96, 94.74, 3690, 1153.5, ici=300, network=6.25, fp8=2307),
+            _Figures(96, 94.74, 3690, 1153.5, ici=300, network=6.25, fp8=2307, vector=64),
             TpuTarget("tpu7x", 3, 4096, devices_per_chip=2),
             _V7X_TOLD,
         ),

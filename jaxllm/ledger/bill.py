@@ -64,7 +64,7 @@ def sampling(
     plain, dtype = plain_format(device.platform), policy_for("auto", device.platform).compute.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))
     how = (model, batch, capacity, chunk, weights, cache, name, device.platform)
-    ledger = inference.inference(*how, use_cache=use_cache)
+    ledger = inference.inference(*how, use_cache=use_cache, vector_memory=device.vector_memory)
     work = (capacity, weights, cache, device, dtype)
     least = roofline.decode_token(model, batch, *work) if use_cache else roofline.prefill(model, batch, *work)
     return _on(device, ledger, least)

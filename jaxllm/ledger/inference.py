@@ -5,7 +5,7 @@ Exact: the persistent phase. Approximate: the workspaces of prefill and decode (
 
 from jaxllm import attention_choice
 from jaxllm.config import Architecture
-from jaxllm.ledger import formats, rows
+from jaxllm.ledger import formats, inference_tpu, rows
 from jaxllm.ledger.formats import ITEMSIZE as ITEMSIZE
 from jaxllm.ledger.inference_workspaces import workspace_rows
 from jaxllm.ledger.memory import leaves
@@ -30,6 +30,7 @@ def inference(
     platform: str = "cpu",
     prompt_logprobs: bool = False,
     use_cache: bool = True,
+    vector_memory: int = 0,
 ) -> Ledger:
     """The bill of decoding on one device.
 
@@ -43,6 +44,7 @@ def inference(
       platform: cpu | gpu | tpu.
       prompt_logprobs: whether prompts are scored: the log-probabilities of every token of a chunk.
       use_cache: False runs the whole forward pass for every token, and keeps the tokens in the cache's place.
+      vector_memory: of a TPU, as of `devices.Device.vector_memory`; 0 counts all arrays in its main memory.
     Raises:
       UserError: no such format.
     """
@@ -51,8 +53,12 @@ def inference(
         *(cache_rows(model, batch, capacity, cache_dtype) if use_cache else _tokens(batch, capacity)),
         *_state(model, batch),
     ]
+    if platform == "tpu" and not formats.named(weight_dtype).scaled:
+        held = cache_dtype if use_cache else ""
+        made.append(inference_tpu.state_padding(model, batch, capacity, weight_dtype, held))
     for phase, tokens in ((PREFILL, chunk), (DECODE, 1)) if use_cache else ((DECODE, capacity),):
-        made += workspace_rows(model, batch, capacity, tokens, weight_dtype, platform, phase, use_cache)
+        how = (weight_dtype, platform, phase, use_cache, cache_dtype, vector_memory)
+        made += workspace_rows(model, batch, capacity, tokens, *how)
     if prompt_logprobs:
         made += _scoring(model, batch, chunk)
     parameters = sum(spec.size for spec in leaves(param_specs(model)))

@@ -14,15 +14,14 @@ count, nor do we.
 import dataclasses
 from collections.abc import Iterator
 
-import jax
-
 from jaxllm.config import Architecture
-from jaxllm.ledger import formats, rows
+from jaxllm.ledger import formats, inference_cpu, inference_tpu, rows
 from jaxllm.ledger.dataflow import rows_of_experts
+from jaxllm.ledger.inference_pass import CUT, Pass
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.rows import DECODE, PREFILL, Row
 from jaxllm.ledger.setting import FLOAT32
-from jaxllm.model.specs import cache_slots, cache_specs, is_spec, param_specs
+from jaxllm.model.specs import cache_specs, param_specs
 
 # Numbers a token and word of the vocabulary while a token is drawn: sorted logits, order, noise, masks (float32 each).
 _CHOICE = 8
@@ -31,74 +30,9 @@ _CHOICE_BITS = 228  # the same on a GPU, in all
 _READ_IN_PLACE = 32 * 2**20
 # And have the stacks of queries' projections in another order where a layer's is no larger than this.
 _REORDERED = 16 * 2**20
-_CUT = "weights of one repeat"
 # Of a layer, in bytes: more are made a part at a time, where a CPU's attention has several heads of keys.
 _WHOLE_SCORES = 8 * 2**20
 _MASK = 1  # byte a pair of query and key
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """One run of the model over `tokens` new tokens of each of `batch` sequences.
-
-    Attributes:
-      c: bytes of a number that computes.
-      cached: whether there is a cache; else all tokens of the sequences are run, and attend to one another.
-    """
-
-    model: Architecture
-    batch: int
-    capacity: int
-    tokens: int
-    c: int
-    platform: str
-    cached: bool
-
-    @property
-    def count(self) -> int:
-        return self.batch * self.tokens
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of one hidden state of each token."""
-        return self.count * self.model.width * self.c
-
-    @property
-    def cuts(self) -> bool:
-        """Whether accelerators cut weights out of the stacks: long patterns of layers are read where they lie."""
-        return len(self.model.pattern) <= 2
-
-    @property
-    def wraps(self) -> bool:
-        """Whether layers with a ring take several tokens in: they read the old slots and write the new ones apart."""
-        rings = (self._slots(kind) < self.capacity for kind in self.model.pattern)
-        return self.tokens > 1 and any(rings)
-
-    def _slots(self, kind: str) -> int:
-        return cache_slots(self.model, kind, self.capacity) if self.cached else self.capacity
-
-    @property
-    def keys(self) -> int:
-        """Keys that a query is scored against, in the kind of layer that has most."""
-        wide = [self._slots(kind) for kind in {*self.model.pattern, *self.model.tail}]
-        return max(slots + (self.tokens if slots < self.capacity and self.tokens > 1 else 0) for slots in wide)
-
-    @property
-    def scores(self) -> int:
-        """Bytes of one layer's scores, float32."""
-        return self.count * self.model.heads * self.keys * FLOAT32
-
-    @property
-    def keys_bytes(self) -> int:
-        """Of one layer's keys; its values are as many."""
-        return self.batch * self.model.kv_heads * self.keys * self.model.head_dim * self.c
-
-    def weight_bytes(self, *names: str) -> int:
-        """Of the weights of one repeat of the layer pattern, or of those arrays of it."""
-        layers = param_specs(self.model)["layers" if self.model.repeats else "tail"]
-        found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=is_spec)
-        size = sum(spec.size for path, spec in found if not names or path[-1].key in names)
-        return size // max(self.model.repeats, 1) * self.c
 
 
 def workspace_rows(
@@ -110,6 +44,8 @@ def workspace_rows(
     platform: str,
     phase: str,
     cached: bool = True,
+    cache_dtype: str = "",
+    vector_memory: int = 0,
 ) -> list[Row]:
     """The rows of a phase.
 
@@ -117,16 +53,39 @@ def workspace_rows(
       tokens: new ones of each sequence.
       phase: PREFILL or DECODE.
       cached: whether there is a cache.
+      cache_dtype: its format; "" is that of the weights. Of a TPU's prefill alone, as `vector_memory` is.
+      vector_memory: `devices.Device.vector_memory`.
     """
-    one = _Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
-    kind = f"{phase} workspace"
+    one = Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
     # Without a cache a decoded token takes what a prefill of all of them does.
     like = phase if cached else PREFILL
+    if platform == "tpu" and like == PREFILL:
+        rules = (model, batch, capacity, tokens, weight_dtype, cache_dtype or weight_dtype, vector_memory, cached)
+        made = [dataclasses.replace(row, phase=phase) for row in inference_tpu.prefill_rows(*rules)]
+    elif like == PREFILL and inference_cpu.covers(one):
+        made = inference_cpu.prefill_rows(one)
+    else:
+        made = _rows(one, phase, like)
+    if formats.named(weight_dtype).scaled:
+        # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
+        size = one.weight_bytes()
+        made = [row for row in made if row.name != CUT]
+        made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
+    return made
+
+
+def _rows(one: Pass, phase: str, like: str) -> list[Row]:
+    """Those of all but a TPU's prefill.
+
+    Args:
+      like: the phase whose arrays these are.
+    """
+    kind = f"{phase} workspace"
     made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
-    # On a GPU a token is chosen where the copies of a decoded token's weights have been; elsewhere it comes on top.
-    shared = platform == "gpu" and like == DECODE
-    there = sum(row.bytes_per_device for row in made if shared and row.name == _CUT)
-    choice = _choice(one, phase)
+    # A token is chosen after the layers, where the copies of weights have been. On a CPU a decoded one comes on top.
+    shared = one.platform == "gpu" or like == PREFILL
+    there = sum(row.bytes_per_device for row in made if shared and row.name == CUT)
+    choice = _choice(one)
     moments = {
         "attention": _attention(one, like),
         "MLP": _mlp(one),
@@ -138,15 +97,10 @@ def workspace_rows(
         formula = f"{choice:,} − {there:,} B, in place of weights"
     what = "logits" if name.startswith("logits") else kind
     made.append(rows.row(name if what == "logits" else f"one layer's {name}", what, phase, formula, moments[name]))
-    if formats.named(weight_dtype).scaled:
-        # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
-        size = one.weight_bytes()
-        made = [row for row in made if row.name != _CUT]
-        made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
     return made
 
 
-def _copies(one: _Pass, phase: str) -> Iterator[Row]:
+def _copies(one: Pass, phase: str) -> Iterator[Row]:
     """What is cut out of the stacks before it is used."""
     model, whole = one.model, one.weight_bytes()
     if one.platform == "cpu":
@@ -155,7 +109,7 @@ def _copies(one: _Pass, phase: str) -> Iterator[Row]:
             # Those of attention are gone while the MLP, or attention's own arrays, take most.
             whole = whole if model.experts else one.weight_bytes("gate", "up", "down")
         whole = whole // one.c * FLOAT32
-        yield rows.row(_CUT, "weights", phase, f"{whole:,} B", whole)
+        yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
         if one.c < FLOAT32:
             # It multiplies no 16-bit numbers, and turns what the loop over layers reads into float32 before it.
             numbers = _read_by_products(model)
@@ -165,19 +119,18 @@ def _copies(one: _Pass, phase: str) -> Iterator[Row]:
                 size = numbers * FLOAT32
                 yield rows.row("cache in float32", f"{phase} workspace", phase, f"{numbers:,} × {FLOAT32} B", size)
         if one.wraps:
-            rings = [one._slots(kind) for kind in model.pattern if one._slots(kind) < one.capacity]
-            numbers = 2 * model.repeats * one.batch * model.kv_heads * model.head_dim * sum(rings)
-            yield rows.row("rings, copied", f"{phase} workspace", phase, f"{numbers:,} × {one.c} B", numbers * one.c)
+            size = one.rings_bytes
+            yield rows.row("rings, copied", f"{phase} workspace", phase, f"{size // one.c:,} × {one.c} B", size)
         return
     if phase == PREFILL:
         # Products of few tokens read copies, of many the stacks; in between nobody knows before the compiler does.
         whole = whole // 2 if one.cuts else 0
-        yield rows.row(_CUT, "weights", phase, f"{whole:,} B", whole)
+        yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
     elif one.platform == "gpu":
         yield from _copies_of_one_token(one)
 
 
-def _constants(one: _Pass, phase: str) -> Iterator[Row]:
+def _constants(one: Pass, phase: str) -> Iterator[Row]:
     """What a CPU makes once for all layers, where tokens attend to one another.
 
     Where scores are capped JAX 0.12 makes one array of scores more.
@@ -191,7 +144,7 @@ def _constants(one: _Pass, phase: str) -> Iterator[Row]:
         yield rows.row("caps of scores", kind, phase, f"2 × {one.scores:,} B", 2 * one.scores)
 
 
-def _copies_of_one_token(one: _Pass) -> Iterator[Row]:
+def _copies_of_one_token(one: Pass) -> Iterator[Row]:
     """The same for a decoded token of each sequence on a GPU."""
     model = one.model
     layers = len(model.pattern) if model.repeats else len(model.tail)
@@ -201,7 +154,7 @@ def _copies_of_one_token(one: _Pass) -> Iterator[Row]:
     cut = mlp - mlp // matrices if in_place else mlp
     if not in_place:  # beside the MLP's, those of attention that are there at the same time
         cut += q if layers == 1 or one.batch == 1 else 2 * layers * q
-    yield rows.row(_CUT, "weights", DECODE, f"{cut if one.cuts else 0:,} B", cut if one.cuts else 0)
+    yield rows.row(CUT, "weights", DECODE, f"{cut if one.cuts else 0:,} B", cut if one.cuts else 0)
     if one.batch == 1:
         # A product with one row reads the projections' stacks in another order, made once for all layers.
         names = ("q", "k", "v") if q <= _REORDERED else ("k", "v")
@@ -218,7 +171,7 @@ def _read_by_products(model: Architecture) -> int:
     return sum(spec.size for spec in leaves(specs))
 
 
-def _attention(one: _Pass, phase: str) -> int:
+def _attention(one: Pass, phase: str) -> int:
     layers = min(len(one.model.pattern), 2)
     groups = one.model.heads // one.model.kv_heads
     if one.platform == "cpu":
@@ -236,7 +189,7 @@ def _attention(one: _Pass, phase: str) -> int:
     return 0 if one.cuts or one.platform == "tpu" else written + (2 * layers * one.keys_bytes if groups > 1 else 0)
 
 
-def _mlp(one: _Pass) -> int:
+def _mlp(one: Pass) -> int:
     model = one.model
     if not model.experts:
         gated = model.gated and (one.platform != "cpu" or not one.cached)
@@ -246,9 +199,8 @@ def _mlp(one: _Pass) -> int:
     return slots * (2 * model.width + 3 * model.mlp_width) + 4 * one.hidden
 
 
-def _choice(one: _Pass, phase: str) -> int:
-    """Prefill: the new logits. Decode: the numbers of all candidates."""
-    if phase == DECODE and one.platform == "gpu":
+def _choice(one: Pass) -> int:
+    """The numbers of all candidates; prefill draws a token too."""
+    if one.platform == "gpu":
         return one.batch * one.model.vocab_size * _CHOICE_BITS // 8
-    copies = 1 if phase == PREFILL else _CHOICE
-    return one.batch * one.model.vocab_size * (copies * FLOAT32 + (0 if phase == PREFILL else 1))
+    return one.batch * one.model.vocab_size * (_CHOICE * FLOAT32 + 1)

@@ -123,7 +123,8 @@ def ledger_of(name: str, model: Architecture, device: Device, choice: Serving) -
     """The bill, without device and work."""
     chunk = min(engine.CHUNK, choice.context)
     return inference.inference(
-        *(model, choice.batch, choice.context, chunk, choice.weights, choice.cache, name, device.platform)
+        *(model, choice.batch, choice.context, chunk, choice.weights, choice.cache, name, device.platform),
+        vector_memory=device.vector_memory,
     )
 
 
