@@ -91,7 +91,6 @@ def two(corpus, tmp_path_factory):
     return folder, job.workdir, job.finish()
 
 
-@pytest.mark.slow
 def test_one_writer(two):
     _, workdir, told = two
     assert [status for status, *_ in told] == [0, 0], told
