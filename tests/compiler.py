@@ -1,25 +1,13 @@
 """What tests tell XLA."""
 
-import functools
+from importlib import metadata
 
-# Most of the tests' time is compilation, and most of that LLVM's. Small programs run as fast without; what XLA itself
-# does with a program, its buffers and its collectives, stays the same.
+# Most of the tests' time is compilation, and most of that LLVM's. Small programs run as fast without its optimisations.
+# JAX 0.10 writes the code of each fusion in one of two ways, of which the older is compiled in half the time. What XLA
+# itself does with a program, its buffers and its collectives, stays the same, but for some bytes of fusions: see OWN.
 FAST = "--xla_backend_optimization_level=0"
-
-
-@functools.cache
-def plain() -> dict[str, bool]:
-    """Options of a program whose numbers a test is about, and not its buffers: compiled on a CPU in half the time.
-
-    Fused operations then go to LLVM directly, where XLA still can; none where it cannot (JAX 0.12).
-    """
-    import jax  # not before `conftest` has set it up
-
-    options = {"xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda x: x).lower(0.0).compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return {}
-    return options
+# Of one program: its fusions as users have them, where bytes are the point.
+OWN: dict[str, bool] = {}
+if metadata.version("jax").startswith("0.10."):
+    FAST += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    OWN = {"xla_cpu_use_fusion_emitters": True}

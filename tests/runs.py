@@ -4,12 +4,12 @@ import io
 import os
 import pathlib
 import subprocess
-import sys
 from typing import Any
 
 import compiler
 import jax.numpy as jnp
 import numpy as np
+import starter
 from rich.console import Console
 
 from jaxllm.config import Config
@@ -68,6 +68,17 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | usual | extra
 
 
+def compiled_once(cache: pathlib.Path) -> dict[str, str]:
+    """More for the environment of commands that compile the same programs: the second takes them from this folder."""
+    least = {f"JAX_PERSISTENT_CACHE_MIN_{of}": "0" for of in ("COMPILE_TIME_SECS", "ENTRY_SIZE_BYTES")}
+    return {"JAX_COMPILATION_CACHE_DIR": str(cache), **least}
+
+
+def started(arguments: list[str], **extra: str) -> starter.Started:
+    """`python <arguments>` (`-m module …` or `-c code …`) with more in its environment; it goes on by itself."""
+    return starter.start(arguments, environment(**extra), ROOT)
+
+
 def command(module: str, *arguments: str) -> subprocess.CompletedProcess:
     """A command as a person runs it."""
     return _run(["-m", module, *arguments])
@@ -78,4 +89,6 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 def _run(arguments: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], env=environment(), capture_output=True, text=True, cwd=ROOT)
+    process = started(arguments)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)

@@ -43,6 +43,10 @@ def batch(config: Config, model: Architecture, seed: int) -> dict[str, np.ndarra
     }
 
 
+# What makes the first state of a run: compiled once for runs that are alike.
+_STARTS: dict[tuple[str, Architecture], Any] = {}
+
+
 @dataclasses.dataclass
 class Run:
     """A train step and its state on a mesh."""
@@ -54,8 +58,12 @@ class Run:
         self.mesh = mesh.make_mesh(self.config.mesh)
         self.recipe = programs.make_recipe(self.config, self.model, "cpu")
         self.layout = make_layout(self.config, self.model, self.recipe.policy, self.mesh)
-        self.state = programs.init_state(self.config, self.recipe, self.mesh).jitted()
+        alike = (repr(self.config), self.model)
+        if alike not in _STARTS:
+            _STARTS[alike] = programs.init_state(self.config, self.recipe, self.mesh).jitted
+        self.state = _STARTS[alike]()
         self._step: Any = None
+        self._updates: dict[str, Any] = {}
 
     def step(self, values: dict[str, np.ndarray]) -> dict[str, float]:
         """One update of the run's state; returns the metrics."""
@@ -70,8 +78,11 @@ class Run:
 
     def updated(self, values: dict[str, np.ndarray], **recipe) -> tuple[Any, dict[str, jax.Array]]:
         """(parameters, metrics) after one update from the run's state, which stays as it is."""
-        recipe = dataclasses.replace(self.recipe, **recipe)
-        new, metrics = jax.jit(lambda s, b: train_step(s, b, recipe, self.layout))(self.state, values)
+        key = repr(recipe)
+        if key not in self._updates:
+            changed = dataclasses.replace(self.recipe, **recipe)
+            self._updates[key] = jax.jit(lambda s, b: train_step(s, b, changed, self.layout))
+        new, metrics = self._updates[key](self.state, values)
         return new.params, metrics
 
 

@@ -1,6 +1,7 @@
 """Imports run downward in one list and never back up; what reads only configuration imports no JAX program."""
 
 import ast
+import functools
 import pathlib
 
 import runs
@@ -55,7 +56,13 @@ def place(module):
     return names[0]
 
 
+@functools.cache
 def imports():
+    """(module, what it imports of ours) of every import in the package."""
+    return tuple(_imports())
+
+
+def _imports():
     root = runs.ROOT / "jaxllm"
     for path in sorted(root.rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts)

@@ -111,14 +111,7 @@ def test_the_overrides_make_that_bill(results):
     """jaxllm.ledger, of a file that says nothing, with the overrides as they are printed."""
     best = json.loads(results["train json"][1])["best"]
     bare = runs.ROOT / "tests" / "planning" / "bare.py"
-    child = subprocess.run(
-        [sys.executable, "-m", "jaxllm.ledger", f"--config={bare}", "--device=l4", "--json", *best["overrides"]],
-        capture_output=True,
-        text=True,
-        cwd=runs.ROOT,
-        env=runs.environment(JAX_PLATFORMS="cpu"),
-        check=False,
-    )
+    child = runs.command("jaxllm.ledger", f"--config={bare}", "--device=l4", "--json", *best["overrides"])
     assert child.returncode == 0, child.stderr
     assert json.loads(child.stdout)["peak_bytes_per_device"] == best["ledger"]["peak_bytes_per_device"]
 
@@ -150,9 +143,7 @@ def test_what_the_person_has_typed_is_in_the_commands(results, weights, task, mo
     if task == "infer":
         return
     words = printed(out, "jaxllm.ledger")
-    told = subprocess.run(
-        [sys.executable, *words[1:], "--json"], capture_output=True, text=True, cwd=runs.ROOT, env=runs.environment()
-    )
+    told = runs.command(*words[2:], "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["model"] == str(weights)
 
@@ -171,9 +162,8 @@ def test_the_best_way_to_sample_is_a_command_that_makes_that_bill(results):
     assert status == 0
     words = shlex.split(out[out.index("python -m jaxllm.ledger") :].replace("\\\n", " "))
     assert [word for word in words if word.startswith("--weights=int")]
-    words[0], words[words.index("FILE.py")] = sys.executable, str(runs.ROOT / "tests" / "planning" / "bare.py")
-    environment = runs.environment(JAX_PLATFORMS="cpu")
-    child = subprocess.run([*words, "--json"], capture_output=True, text=True, cwd=runs.ROOT, env=environment)
+    words[words.index("FILE.py")] = str(runs.ROOT / "tests" / "planning" / "bare.py")
+    child = runs.command(*words[2:], "--json")
     assert child.returncode == 0, child.stderr
     best = json.loads(results["infer"][1])["best"]["ledger"]
     told = json.loads(child.stdout)

@@ -33,5 +33,5 @@ def test_commands_name_what_exists():
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for config in set(re.findall(r"configs/\w+\.py", README)):
         assert (runs.ROOT / config).exists(), config
-    targets = set(re.findall(r"^(\w+):", (runs.ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make (\w+)", README)) <= targets
+    targets = set(re.findall(r"^([\w-]+):", (runs.ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([\w-]+)", README)) <= targets

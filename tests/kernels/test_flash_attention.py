@@ -2,7 +2,6 @@
 
 import itertools
 
-import compiler
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,7 +125,7 @@ def with_gradients(function):
         out, pull = jax.vjp(lambda *arrays: function(*arrays, *segments), q, k, v)
         return out, *pull(change)
 
-    return jax.jit(run, compiler_options=compiler.plain())
+    return jax.jit(run)
 
 
 def errors(cell, dtype="float32", interpret=True, **how):

@@ -50,22 +50,29 @@ def error(cell, blocks=BLOCKS):
     return np.abs(got - want).max() / max(1, np.abs(want).max())
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)).replace(" ", ""))
+@pytest.mark.parametrize(
+    "cell",
+    [CELLS[0], *(pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS[1:])],
+    ids=lambda cell: "-".join(map(str, cell)).replace(" ", ""),
+)
 def test_output(cell):
     assert error(cell) <= LIMIT[cell[-1]]
 
 
+@pytest.mark.slow
 def test_three_groups_multiply_as_two_do():
     tile = Tile(192, 64, 12, 3)
     assert error(CELLS[2], Tiles(tile, tile, tile)) <= LIMIT["float16"]
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_triton_kernels_with_its_statistics():
     cell = ("gpu", (96, 130), 64, 1, 0, 20.0, True, True)
     found = errors(cell, "bfloat16", backend="mosaic_gpu", blocks=BLOCKS)
     assert max(found) <= LIMIT["bfloat16"], found
 
 
+@pytest.mark.slow
 def test_log_sums_are_the_triton_kernel_s():
     (q, k, v, _), _, _ = draw((130, 100), 64, 1, False, "float16")
     rule = Rule(130, 100, True, 0, 0.125, 0.0)

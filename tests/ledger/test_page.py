@@ -92,15 +92,15 @@ def rendered() -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 def test_the_page_tells_what_python_tells(rendered, tmp_path):
-    asked = settings(200)
+    asked = settings(96)
     started = form.start(request(), "h100")
     expected = [form.answer(started, texts) for texts in asked]
     trained = [answer["train"] for answer in expected if "error" not in answer["train"]]
     refused = {answer["train"]["error"] for answer in expected if "error" in answer["train"]}
-    assert len(trained) >= 100
+    assert len(trained) >= 40
     assert len(refused) >= 5
     told = in_browser(rendered, asked, tmp_path)
-    assert len(told) == 200
+    assert len(told) == len(asked)
     for texts, answer, wanted in zip(asked, told, expected, strict=True):
         assert answer == json.loads(json.dumps(wanted)), texts
     # Shown able to fail: another setting's answer is another.

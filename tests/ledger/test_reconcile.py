@@ -2,13 +2,11 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+import runs
 from rich.console import Console
 
 from jaxllm import hardware
@@ -180,9 +178,7 @@ def get_config() -> Config:
 def command(tmp_path, *arguments):
     path = tmp_path / "run.py"
     path.write_text(CONFIG)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    words = [sys.executable, "-m", "jaxllm.ledger", "--config", str(path), *arguments]
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    return runs.command("jaxllm.ledger", "--config", str(path), *arguments)
 
 
 def test_the_command_prints_json_and_nothing_else(tmp_path):

@@ -2,23 +2,15 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import runs
 
-COMMAND = [sys.executable, "-m", "jaxllm.ledger", "--config", "configs/llama3_8b.py", "--device", "h100"]
+COMMAND = ["jaxllm.ledger", "--config", "configs/llama3_8b.py", "--device", "h100"]
 
 
 def run(*more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *more],
-        capture_output=True,
-        text=True,
-        cwd=runs.ROOT,
-        env=runs.environment(JAX_PLATFORMS="cpu"),
-        check=False,
-    )
+    return runs.command(*COMMAND, *more)
 
 
 def test_both_tasks_are_one_json_object_of_two_ledgers():

@@ -45,9 +45,14 @@ def furthest(got, want):
     return max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)) / scale
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "platform"), [("rotary", "gpu"), ("sliding", "gpu"), ("learned", "tpu"), ("sliding", "tpu")]
+    ("name", "platform"),
+    [
+        ("rotary", "gpu"),
+        pytest.param("sliding", "gpu", marks=pytest.mark.slow),
+        pytest.param("learned", "tpu", marks=pytest.mark.slow),
+        pytest.param("sliding", "tpu", marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_train_as_plain_attention_does(name, platform):
     (sums, got), (plain, want) = of_run(name, interpreted(platform)), of_run(name, PLAIN)
@@ -65,7 +70,9 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     assert furthest(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("fault", ["window", "segments", "softcap"])
+@pytest.mark.parametrize(
+    "fault", ["window", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("segments", "softcap"))]
+)
 def test_a_fault_is_caught(fault, monkeypatch):
     """A window one too wide, documents that see each other, a cap that is forgotten."""
 

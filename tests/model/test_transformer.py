@@ -1,6 +1,7 @@
 """The forward pass against a second, naive implementation written from the papers, and its own invariants."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ from jaxllm.model import layers, specs, transformer
 KEY = jax.random.key(0)
 
 
+@functools.cache
 def make(model, rows=2, length=20):
     params = specs.initialize(specs.param_specs(model), KEY, jnp.float32)
     # Norms and biases away from their identities, so that leaving one out shows.
@@ -24,9 +26,14 @@ def make(model, rows=2, length=20):
     return params, tokens, positions
 
 
-def logits_of(model, params, tokens, positions, **kwargs):
-    hidden, _, _ = transformer.forward(params, tokens, positions, model, **kwargs)
-    return np.asarray(transformer.logits(hidden, params, model))
+@functools.partial(jax.jit, static_argnums=0)
+def jitted_logits(model, params, tokens, positions, segments):
+    hidden, _, _ = transformer.forward(params, tokens, positions, model, segments=segments)
+    return transformer.logits(hidden, params, model)
+
+
+def logits_of(model, params, tokens, positions, segments=None):
+    return np.asarray(jitted_logits(model, params, tokens, positions, segments))
 
 
 # -- a naive reference: one token, one head, one layer at a time, in float64 numpy --
@@ -314,14 +321,19 @@ def test_longrope_in_a_cache_goes_by_its_capacity():
     model = models.LONGROPE
     params, tokens, positions = make(model)
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def go_on(capacity, tokens, positions, cache, lengths):
+        hidden, cache, _ = transformer.forward(
+            params, tokens, positions, model, cache=cache, lengths=lengths, capacity=capacity
+        )
+        return transformer.logits(hidden[:, -1], params, model), cache
+
     def in_chunks(capacity, length, chunk):
         cache = specs.initialize(specs.cache_specs(model, 2, capacity), KEY, jnp.float32)
         for at in range(0, length, chunk):
             part, lengths = slice(at, at + chunk), jnp.full(2, at, jnp.int32)
-            hidden, cache, _ = transformer.forward(
-                *(params, tokens[:, part], positions[:, part], model), cache=cache, lengths=lengths, capacity=capacity
-            )
-        return np.asarray(transformer.logits(hidden[:, -1], params, model))
+            last, cache = go_on(capacity, tokens[:, part], positions[:, part], cache, lengths)
+        return np.asarray(last)
 
     def whole(length):
         return logits_of(model, params, tokens[:, :length], positions[:, :length])[:, -1]

@@ -201,6 +201,7 @@ commandline.run(lambda: (_ for _ in ()).throw(RunError(text)), ["x"])
 """
 
 
+@pytest.mark.slow
 def test_the_batch_is_doubled_until_memory_runs_out_and_the_advice_then_runs(corpus, tmp_path):
     """For real, under a limit of the address space (metatensor/metatrain#748, jax#13428)."""
     done = runs.python(DOUBLING.format(corpus=corpus, folder=str(tmp_path)))

@@ -136,6 +136,7 @@ def test_a_run_learns_answers_and_leaves_all_it_needs(plain, source, tmp_path):
     assert same(params, opened.load(jnp.float32))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_the_source_is_gone(plain, source, tmp_path):
     copy = tmp_path / "source"
     shutil.copytree(source, copy)
@@ -157,6 +158,7 @@ def test_a_run_goes_on_where_the_source_is_gone(plain, source, tmp_path):
         run(config(copy, tmp_path), tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_marks_beyond_the_vocabulary_do_not_stop_a_run_that_goes_on(source, tmp_path):
     """As Gemma's tokenizer has them, for images: nothing that is trained on has one, and the model has no row."""
     copy = tmp_path / "source"

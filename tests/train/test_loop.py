@@ -112,6 +112,7 @@ def test_not_finite_stops_with_step_documents_and_last_good(corpus, tmp_path):
     assert newest == step - 1, "a state that is not finite is never saved as good"
 
 
+@pytest.mark.slow
 def test_an_overflow_of_fp16_is_a_skipped_step_and_not_a_failure(corpus, tmp_path):
     # So high a scale overflows again and again until it has halved enough; then updates are made.
     config = runs.tiny_config(corpus, precision_policy="fp16", precision_loss_scale=2.0**30, train_steps=24)

@@ -32,8 +32,8 @@ def test_the_first_step_is_the_models_own(one):
     """B is zero, so that the loss is that of the weights alone, to the bit; and not if it starts otherwise."""
     losses, run, before = one
     plain = steps.Run(steps.config())
+    steps.assert_equal(before.frozen, plain.state.params)
     assert plain.losses(1)[0] == losses[0]
-    steps.assert_equal(before.frozen, steps.Run(steps.config()).state.params)
     shifted = jax.tree.map(lambda x: x + 0.1, before.params)
     _, metrics = jax.jit(lambda s, b: train(run, s, b))(
         dataclasses.replace(before, params=shifted), steps.batch(run.config, run.model, 0)
@@ -86,12 +86,15 @@ def _distance(want, got):
     return max(jax.tree.leaves(errors))
 
 
-MESHES = [
+SLOW_MESHES = [
     {"mesh_data": 2, "mesh_zero": 0},
     {"mesh_data": 2, "mesh_zero": 1},
     {"mesh_data": 2, "mesh_zero": 2, "mesh_tensor": 2, "mesh_replica": 2},
-    {"mesh_data": 2, "mesh_zero": 3, "mesh_tensor": 2},
     {"mesh_tensor": 2, "train_accumulate": 2},
+]
+MESHES = [
+    {"mesh_data": 2, "mesh_zero": 3, "mesh_tensor": 2},
+    *(pytest.param(fields, marks=pytest.mark.slow) for fields in SLOW_MESHES),
 ]
 
 
@@ -118,7 +121,9 @@ def test_a_mesh_that_forgets_a_sum_is_caught(one, monkeypatch):
     assert np.abs(np.array(run.losses(5)) - one[0]).max() > 1e-4
 
 
-@pytest.mark.parametrize("policy", [pytest.param("bf16", marks=pytest.mark.slow), "fp16", "bf16_pure"])
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(policy, marks=pytest.mark.slow) for policy in ("bf16", "fp16")), "bf16_pure"]
+)
 def test_policies(one, policy):
     """Frozen weights are held as they compute, and masters are the adapters' alone."""
     run = steps.Run(config(precision_policy=policy, optimizer_name="lion" if policy == "bf16_pure" else "adamw"))
@@ -131,7 +136,9 @@ def test_policies(one, policy):
     steps.assert_equal(before.frozen, run.state.frozen)
 
 
-@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "adafactor")), "muon"]
+)
 def test_optimizers_lower_the_loss(name):
     """Adafactor's step is relative to an array's size, of which B has none at first (optax's least is 1e-3)."""
     lr = {"sgd": 1.0, "adafactor": 0.5}.get(name, 0.02)
@@ -141,6 +148,7 @@ def test_optimizers_lower_the_loss(name):
     assert losses[-1] < losses[0] - 0.02, losses
 
 
+@pytest.mark.slow
 def test_experts_with_adapters_of_attention():
     """Frozen experts have no gradient, and what flows through them is right."""
     run = steps.Run(config(("q", "v", "out")), models.EXPERTS)

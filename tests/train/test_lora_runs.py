@@ -147,6 +147,7 @@ def test_frozen_weights_that_are_damaged_are_told(plain, tmp_path):
         run(made, workdir)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_the_losses_are_the_same_and_it_goes_on_on_another(plain, source, tmp_path):
     made = config(source, tmp_path, mesh_data=2, mesh_tensor=2, mesh_zero=3, train_steps=2)
     run(made, tmp_path / "run")
@@ -209,6 +210,7 @@ def test_the_command_line_takes_a_list_and_the_ledger_bills_it(tmp_path):
     assert "names 'values', which is no projection" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_a_start_that_was_killed_leaves_nothing_in_the_way(plain, source, tmp_path):
     """Frozen weights of a run that never came to a checkpoint, whole or half written, are written again."""
     workdir = tmp_path / "run"

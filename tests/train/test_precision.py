@@ -87,6 +87,7 @@ def test_the_scale_grows_halves_and_stays_in_bounds():
     assert float(adjust(lowest, jnp.asarray(False), 2).scale) == 1.0
 
 
+@pytest.mark.slow
 def test_the_scale_does_not_change_the_update():
     """Gradients are those of the unscaled loss; a scale of 1 loses the small ones to float16."""
     batches = [steps.batch(steps.config(), steps.models.ROTARY, i) for i in range(2)]

@@ -44,24 +44,14 @@ class JobOnThisMachine:
     def __init__(self, folder, processes, *arguments, workdir="run"):
         self.workdir = folder / workdir
         port = free_port()
-        environment = runs.environment(
-            JAX_PLATFORMS="cpu",
-            XLA_FLAGS=f"--xla_force_host_platform_device_count={8 // processes} {compiler.FAST}",
-            PYTHONUNBUFFERED="1",
-        )
-        command = [sys.executable, "-m", "jaxllm.train", f"--config={folder / 'c.py'}", f"--workdir={self.workdir}"]
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes} {compiler.FAST}",
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = ["-m", "jaxllm.train", f"--config={folder / 'c.py'}", f"--workdir={self.workdir}"]
         command += [f"--coordinator=localhost:{port}", f"--processes={processes}", *arguments]
-        self.processes = [
-            subprocess.Popen(
-                [*command, f"--process={i}"],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=runs.ROOT,
-            )
-            for i in range(processes)
-        ]
+        self.processes = [runs.started([*command, f"--process={i}"], **environment) for i in range(processes)]
 
     def finish(self, seconds=200):
         """[(status, standard output, standard error)] of each process."""
@@ -101,7 +91,6 @@ def two(corpus, tmp_path_factory):
     return folder, job.workdir, job.finish()
 
 
-@pytest.mark.slow
 def test_one_writer(two):
     _, workdir, told = two
     assert [status for status, *_ in told] == [0, 0], told

@@ -41,9 +41,12 @@ def test_20_steps_reach_the_loss_of_one_device(zero, tensor, accumulate):
         ("learned", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 1}),
         ("sliding", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 3}),
         ("experts", {"mesh_data": 2, "mesh_tensor": 2, "mesh_replica": 2, "mesh_zero": 2}),
-        ("post", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 3}),
-        ("longrope", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 2}),
-        ("rotary", {"mesh_data": 4, "mesh_replica": 2, "mesh_zero": 3, "train_attention_chunk": 8}),
+        pytest.param("post", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 3}, marks=pytest.mark.slow),
+        pytest.param("longrope", {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            *("rotary", {"mesh_data": 4, "mesh_replica": 2, "mesh_zero": 3, "train_attention_chunk": 8}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_models_on_hybrid_meshes(name, axes):
@@ -54,7 +57,7 @@ def test_other_models_on_hybrid_meshes(name, axes):
     assert len(set(want)) == 3
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2)), 3])
 def test_what_does_not_divide_is_padded_and_trains_alike(zero):
     """Three devices divide no dimension of the model: all of it is padded, in each stage."""
     whole = steps.config(train_batch_size=6)
@@ -65,7 +68,7 @@ def test_what_does_not_divide_is_padded_and_trains_alike(zero):
     assert moments < 0.5 * tree_bytes(steps.Run(whole, ALL["learned"]).state.opt_state)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2)), 3])
 def test_a_model_shorter_than_its_pattern_trains_alike(zero):
     """It has no stacked layers to go through one by one."""
     short = dataclasses.replace(ALL["sliding"], layers=1)
@@ -120,6 +123,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
     assert not table[67].any()
 
 
+@pytest.mark.slow
 def test_mixed_precision_masters_are_split_from_stage_one():
     """With 16-bit compute the float32 weights are optimizer state: ZeRO's 4 + 12/N, 2 + 14/N, 16/N."""
     whole = bytes_of(steps.config(), "params")

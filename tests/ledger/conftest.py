@@ -1,0 +1,20 @@
+"""What XLA holds for a program is measured as users compile it; the other tests compile in less time."""
+
+import compiler
+import jax
+import pytest
+
+# They read products and collectives, which no fusion changes.
+OTHERS = ("test_compute", "test_communication")
+
+
+@pytest.fixture(autouse=True)
+def _as_users_compile(monkeypatch, request):
+    if request.module.__name__ in OTHERS:
+        return
+    compile_ = jax.stages.Lowered.compile
+
+    def compile_so(lowered, compiler_options=None, **more):
+        return compile_(lowered, compiler.OWN | (compiler_options or {}), **more)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_so)

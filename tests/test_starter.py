@@ -1,0 +1,56 @@
+"""Commands that one process starts for tests end as those do that a person starts."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import runs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["jaxllm.train", "--help"],
+        ["jaxllm.sample", "--promt=x"],
+        ["jaxllm.ledger", "--config=nowhere.py"],
+        ["jaxllm.plan", "--help"],
+        ["jaxllm.convert"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_tells_what_it_tells_by_itself(arguments):
+    words = [sys.executable, "-m", *arguments]
+    alone = subprocess.run(words, env=runs.environment(), capture_output=True, text=True, cwd=runs.ROOT)
+    started = runs.command(*arguments)
+    assert (started.returncode, started.stdout, started.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+    assert started.stdout or started.stderr
+
+
+def test_nothing_of_one_is_left_for_the_next():
+    first = runs.python(
+        "import os, jaxllm.config\njaxllm.config.LEFT = os.environ['LEFT'] = 'x'\nprint(__name__, 1 / 0)"
+    )
+    assert first.returncode == 1
+    assert first.stderr.endswith("ZeroDivisionError: division by zero\n")
+    second = runs.python("import os, jaxllm.config\nprint(hasattr(jaxllm.config, 'LEFT'), 'LEFT' in os.environ)")
+    assert (second.returncode, second.stdout) == (0, "False False\n")
+
+
+def test_several_at_once_and_a_signal():
+    one, other = (runs.started(["-c", f"import time; time.sleep({seconds}); print(1)"]) for seconds in (60, 0))
+    assert other.communicate(30) == ("1\n", "")
+    assert one.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.communicate(0.1)
+    one.send_signal(signal.SIGKILL)
+    one.communicate(30)
+    assert one.returncode == -signal.SIGKILL
+    one.send_signal(signal.SIGKILL)  # of one that has ended, nothing happens
+
+
+def test_the_environment_is_the_callers():
+    one = runs.started(
+        ["-c", "import os, jax; print(os.environ['OWN'], jax.config.jax_enable_x64)"], JAX_ENABLE_X64="1", OWN="a"
+    )
+    assert one.communicate(60) == ("a True\n", "")
