@@ -22,8 +22,9 @@ from jaxllm.ledger.inference_tpu_pass import Array, Prefill, array, size_of
 from jaxllm.ledger.setting import FLOAT32
 from jaxllm.model.specs import cache_slots
 
-# Slots from which XLA makes two arrays of scores and exponentials, until it takes the keys of a query part by part.
-_TWICE, _IN_PARTS = 4096, 12288
+# More slots than this, and XLA mostly makes two arrays of scores and exponentials; from so many on it takes the keys of a query
+# part by part, and makes one.
+_TWICE, _IN_PARTS = 2048, 12288
 # Slots and tokens up to which it may, and may not.
 _FEW_SLOTS, _FEW_TOKENS = 1024, 128
 _EXPONENTIALS = "exponentials of scores"
@@ -84,11 +85,11 @@ def _beside_turned(one: Prefill, left: list[Array], values: Array, slots: int) -
 def _written_twice(one: Prefill, slots: int) -> bool:
     """Whether the scores of a layer and their exponentials are two arrays.
 
-    Of short chunks, and of a single head of keys, XLA makes two in some programs and one in others that hardly differ
-    (2,048 slots, 3,072, or fewer where no heads share keys): the bill has two.
+    Of short chunks, of a single head of keys, and of 3,072 slots, XLA makes two in some programs and one in others that
+    hardly differ: the bill has two.
     """
     if one.wide_values or slots >= _IN_PARTS:
         return False
-    if slots >= _TWICE or one.model.kv_heads == 1:
+    if slots > _TWICE or one.model.kv_heads == 1:
         return True
     return one.tokens <= _FEW_TOKENS and (slots > _FEW_SLOTS or one.group == 1)
