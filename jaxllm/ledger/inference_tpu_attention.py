@@ -22,8 +22,8 @@ from jaxllm.ledger.inference_tpu_pass import Array, Prefill, array, size_of
 from jaxllm.ledger.setting import FLOAT32
 from jaxllm.model.specs import cache_slots
 
-# With more slots than this XLA mostly makes two arrays of scores and exponentials. From so many on it takes the keys of a
-# query part by part, and makes one.
+# With more slots than this XLA mostly makes two arrays of scores and exponentials. From so many on it takes the keys of
+# a query part by part, and makes one.
 _TWICE, _IN_PARTS = 2048, 12288
 # Slots and tokens up to which it may, and may not.
 _FEW_SLOTS, _FEW_TOKENS = 1024, 128
