@@ -232,7 +232,7 @@ def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
 # Few words, so that sorting them is compiled soon. Values turned for a kernel; scores, of many slots.
 @pytest.mark.parametrize(
     ("name", "layers", "batch", "context", "chunk", "cache"),
-    [("gpt2", 12, 8, 1024, 32, "int8"), ("llama3.2-1b", 4, 2, 8192, 64, "bf16")],
+    [("gpt2", 12, 8, 1024, 128, "int8"), ("llama3.2-1b", 4, 2, 8192, 64, "bf16")],
 )
 def test_a_chunk_of_prompts_on_a_tpu_needs_what_the_ledger_says(name, layers, batch, context, chunk, cache):
     model = dataclasses.replace(architectures.ARCHITECTURES[name], vocab_size=1024, layers=layers)
