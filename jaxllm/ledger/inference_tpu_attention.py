@@ -13,7 +13,7 @@ Of one layer, with K heads of keys of H numbers, G heads of queries for each, T 
 Of the last two: XLA then has a kernel of its own ("online-softmax") that reads scores and values once, so that no
 exponentials are written. It wants a head's numbers along the lanes, where such a cache has its slots, and XLA turns the
 stack of all layers in each of them. Scores take its place, if they fit there; else they lie behind the values. Of GPT-2
-with a chunk of 32 tokens and few words XLA turned none, where the bill has one.
+with chunks of 32 tokens XLA turned none, where the bill has one (half too much).
 """
 
 import dataclasses
