@@ -103,13 +103,8 @@ def test_formulas_read_no_model_code():
     allowed = {"model.specs", "model.adapter_specs"}
     formulas = ("memory", "compute", "activations", "slots", "inference", "rows")
     formulas += ("setting", "layout", "counts", "states", "dataflow", "tiles", "communication", "roofline", "formats")
-    formulas += (
-        "inference_workspaces",
-        "inference_pass",
-        "inference_cpu",
-        "admission",
-        *(f"xla/{path.stem}" for path in XLA),
-    )
+    formulas += ("inference_cpu", "inference_pass", "inference_tpu", "inference_tpu_attention", "inference_tpu_pass")
+    formulas += ("inference_workspaces", "admission", *(f"xla/{path.stem}" for path in XLA))
     for name in formulas:
         assert pathlib.Path(runs.ROOT / "jaxllm" / "ledger" / f"{name}.py").exists(), name
         used = {

@@ -4,11 +4,9 @@ Read from the buffer assignments of JAX 0.10.2 for a CPU, an H100 and a v5e, at 
 (`experiments/inference_cells.py`); JAX 0.12 makes much the same of them on a CPU. A layer's weights, keys and values
 are cut out of their stacks where a product cannot read them there. Layers come one after another, so that of attention,
 MLP and the choice of a token only the largest counts. A decoded token on a GPU or TPU attends by a kernel that reads
-the cache where it lies. Held against no program yet: prefill on TPUs, for which the rules of GPUs stand in, experts on
-GPUs, decoding without a cache but on a CPU, and weights in int8 and int4.
-
-On a CPU, attention with several heads of keys and more than a few scores is one fused loop whose scratch XLA does not
-count, nor do we.
+the cache where it lies. Prefill has nearer rules of its own on TPUs (`ledger.inference_tpu`), and on CPUs for most
+models (`ledger.inference_cpu`). Held against no program yet: experts on GPUs and TPUs, decoding without a cache but on
+a CPU, and weights in int8 and int4.
 """
 
 import dataclasses
@@ -30,7 +28,8 @@ _CHOICE_BITS = 228  # the same on a GPU, in all
 _READ_IN_PLACE = 32 * 2**20
 # And have the stacks of queries' projections in another order where a layer's is no larger than this.
 _REORDERED = 16 * 2**20
-# Of a layer, in bytes: more are made a part at a time, where a CPU's attention has several heads of keys.
+# Of a layer, in bytes: more are made in a loop whose scratch XLA does not count, where a CPU's attention has several
+# heads of keys. Coarse: `inference_cpu` knows better, and decides where it can.
 _WHOLE_SCORES = 8 * 2**20
 _MASK = 1  # byte a pair of query and key
 
@@ -53,15 +52,14 @@ def workspace_rows(
       tokens: new ones of each sequence.
       phase: PREFILL or DECODE.
       cached: whether there is a cache.
-      cache_dtype: its format; "" is that of the weights. Of a TPU's prefill alone, as `vector_memory` is.
-      vector_memory: `devices.Device.vector_memory`.
+      cache_dtype, vector_memory: as of `inference.inference`, for a TPU's prefill; "" is the format of the weights.
     """
     one = Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
     # Without a cache a decoded token takes what a prefill of all of them does.
     like = phase if cached else PREFILL
     if platform == "tpu" and like == PREFILL:
-        rules = (model, batch, capacity, tokens, weight_dtype, cache_dtype or weight_dtype, vector_memory, cached)
-        made = [dataclasses.replace(row, phase=phase) for row in inference_tpu.prefill_rows(*rules)]
+        how = (weight_dtype, cache_dtype or weight_dtype, vector_memory, phase, cached)
+        made = inference_tpu.prefill_rows(model, batch, capacity, tokens, *how)
     elif like == PREFILL and inference_cpu.covers(one):
         made = inference_cpu.prefill_rows(one)
     else:
@@ -75,11 +73,7 @@ def workspace_rows(
 
 
 def _rows(one: Pass, phase: str, like: str) -> list[Row]:
-    """Those of all but a TPU's prefill.
-
-    Args:
-      like: the phase whose arrays these are.
-    """
+    """Those that no other file has rules for, with the arrays of the phase `like`."""
     kind = f"{phase} workspace"
     made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
     # A token is chosen after the layers, where the copies of weights have been. On a CPU a decoded one comes on top.

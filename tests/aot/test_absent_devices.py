@@ -1,5 +1,6 @@
 """Training steps compiled for devices that are not there. Run by `make test-aot`, where the compilers are."""
 
+import dataclasses
 import json
 
 import absent_programs
@@ -226,6 +227,24 @@ def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
     assert wide.persistent_bytes + wide.phase_bytes(phase) > (1 + near) * figures["peak"], (
         "a wide cache would be caught"
     )
+
+
+# Few words, so that sorting them is compiled soon. Values turned for a kernel; scores, of many slots.
+@pytest.mark.parametrize(
+    ("name", "layers", "batch", "context", "chunk", "cache"),
+    [("gpt2", 12, 8, 1024, 128, "int8"), ("llama3.2-1b", 4, 2, 8192, 64, "bf16")],
+)
+def test_a_chunk_of_prompts_on_a_tpu_needs_what_the_ledger_says(name, layers, batch, context, chunk, cache):
+    model = dataclasses.replace(architectures.ARCHITECTURES[name], vocab_size=1024, layers=layers)
+    device = hardware.named("v5e")
+    held = jnp.int8 if cache == "int8" else jnp.bfloat16
+    program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, held, turned=True)
+    figures = absent.inspection_for(program, absent.require_compiler(device.name, device.compile_target), 1).figures
+    how = {"platform": "tpu", "vector_memory": device.vector_memory}
+    ledger = inference(model, batch, context, chunk, "bf16", cache, **how)
+    bill = ledger.persistent_bytes + ledger.phase_bytes(rows.PREFILL)
+    assert -0.02 < bill / figures["peak"] - 1 < 0.13
+    assert ledger.persistent_bytes < 0.9 * figures["peak"], "a workspace that was forgotten would be caught"
 
 
 def test_the_command_says_what_the_child_says():
