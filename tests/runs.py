@@ -4,6 +4,7 @@ import io
 import os
 import pathlib
 import subprocess
+import sys
 from typing import Any
 
 import compiler
@@ -85,7 +86,15 @@ def command(module: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def python(code: str) -> subprocess.CompletedProcess:
+    """Code in a process whose imports are done."""
     return _run(["-c", code])
+
+
+def fresh_python(code: str) -> subprocess.CompletedProcess:
+    """Code in an interpreter of its own, behind pipes: where imports, or sizes of files, are what it is about."""
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def _run(arguments: list[str]) -> subprocess.CompletedProcess:

@@ -77,7 +77,7 @@ sys.path.insert(0, "experiments")
 for path in pathlib.Path("experiments/suite").glob("[a-z]*.py"):
     importlib.import_module(f"suite.{path.stem}")
 """
-    done = runs.python(code)
+    done = runs.fresh_python(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -355,5 +355,5 @@ def test_the_table_keeps_its_width():
 def test_the_parent_does_not_start_the_device():
     """It would hold the memory that its sections need."""
     code = "import sys; sys.path.insert(0, 'experiments'); import gpu_suite; assert 'jax' not in sys.modules"
-    assert runs.python(code).returncode == 0
+    assert runs.fresh_python(code).returncode == 0
     assert os.path.exists(gpu_suite.RESULTS)

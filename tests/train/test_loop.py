@@ -205,7 +205,7 @@ def test_disk_full_while_saving(corpus, tmp_path):
         f"config = runs.tiny_config({corpus!r})\n"
         f"commandline.run(lambda: runs.train(config, pathlib.Path({str(tmp_path)!r}))[0], ['x'])\n"
     )
-    done = runs.python(code)
+    done = runs.fresh_python(code)
     assert done.returncode == 2, done.stderr
     # The threads of Orbax and TensorStore print how they ended, too, in any order; exactly one line is ours.
     ours = [line for line in done.stderr.splitlines() if "error: cannot save the checkpoint of step 6" in line]
