@@ -14,8 +14,10 @@ is said. Not for experts, for what computes in 16 bits, for a ring among layers 
 is all layers: `inference_workspaces` has forms for these that are less near.
 """
 
-from jaxllm.ledger import rows
-from jaxllm.ledger.inference_pass import CUT, Pass
+import math
+from collections.abc import Iterator
+
+from jaxllm.ledger.inference_pass import CUT, Array, Pass, size_of
 from jaxllm.ledger.rows import PREFILL, Row
 from jaxllm.ledger.setting import FLOAT32
 
@@ -39,29 +41,27 @@ def loops(one: Pass) -> bool:
 
 def prefill_rows(one: Pass) -> list[Row]:
     """The rows of the largest moment of prefill, where `covers` says so."""
-    through = _through_the_loop(one)
-    moments = [{**through, **arrays} for arrays in (_start(one), _attention(one), _mlp(one))]
-    moments.append({"logits and choice of a token": one.batch * one.model.vocab_size * _CHOICE * FLOAT32})
-    fullest = max(moments, key=lambda arrays: sum(arrays.values()))
-    return [rows.row(name, _kind(name), PREFILL, f"{size:,} B", size) for name, size in fullest.items()]
+    moments = [[*_through_the_loop(one), *arrays] for arrays in (_start(one), _attention(one), *_mlp(one))]
+    moments.append([_floats("logits and choice of a token", one.batch, one.model.vocab_size, _CHOICE, kind="logits")])
+    return [each.row(PREFILL) for each in max(moments, key=size_of)]
 
 
-def _kind(name: str) -> str:
-    return name.split()[0] if name.startswith(("weights", "logits")) else f"{PREFILL} workspace"
+def _floats(name: str, *factors: int, kind: str = "") -> Array:
+    formula = " × ".join(f"{factor:,}" for factor in factors if factor != 1)
+    return Array(name, math.prod(factors) * FLOAT32, f"{formula} × {FLOAT32} B", kind)
 
 
-def _through_the_loop(one: Pass) -> dict[str, int]:
+def _through_the_loop(one: Pass) -> Iterator[Array]:
     """What is made once for all layers."""
     model = one.model
-    kinds = {kind == "sliding" for kind in (*model.pattern, *model.tail)}
-    made = {"masks, added to scores": len(kinds) * one.count * one.keys * FLOAT32}
+    masks = len({kind == "sliding" for kind in (*model.pattern, *model.tail)})
+    yield _floats("masks, added to scores", masks, one.count, one.keys)
     if _layers(one) > 1:
         # What all scores are multiplied by is written out once for several layers, as large as scores; so is the cap.
         # JAX 0.12 has one such array more where there is a cap.
-        made["constants of scores"] = (2 if model.attention_softcap else 1) * one.scores
+        yield _floats("constants of scores", 2 if model.attention_softcap else 1, *_shape_of_scores(one))
     if one.wraps:
-        made["rings, copied"] = one.rings_bytes
-    return made
+        yield _floats("rings, copied", one.rings_bytes // FLOAT32)
 
 
 def _layers(one: Pass) -> int:
@@ -70,48 +70,52 @@ def _layers(one: Pass) -> int:
     return len(model.pattern) * min(model.unroll, model.repeats) if model.repeats else len(model.tail)
 
 
-def _weights(one: Pass, *names: str) -> int:
+def _of_layer(one: Pass, *names: str) -> int:
     """Bytes of a layer's weights, or of those arrays of it."""
-    of_repeat = len(one.model.pattern) if one.model.repeats else len(one.model.tail)
-    return one.weight_bytes(*names) // of_repeat
+    return one.weight_bytes(*names) // (len(one.model.pattern) if one.model.repeats else len(one.model.tail))
 
 
-def _queries(one: Pass) -> int:
-    """Bytes of one layer's queries, as many as those of attention's output."""
-    return one.count * one.model.heads * one.model.head_dim * FLOAT32
+def _weights(size: int) -> Array:
+    return _floats(CUT, size // FLOAT32, kind="weights")
 
 
-def _start(one: Pass) -> dict[str, int]:
-    return {CUT: _layers(one) * _weights(one), "hidden states": 2 * one.hidden, "queries": _queries(one)}
+def _hidden(one: Pass, copies: int) -> Array:
+    return _floats("hidden states", copies, one.count, one.model.width)
 
 
-def _attention(one: Pass) -> dict[str, int]:
-    arrays = {CUT: _layers(one) * _weights(one) - _weights(one, "q", "k", "v"), "hidden states": one.hidden}
+def _shape_of_scores(one: Pass) -> tuple[int, int, int]:
+    return one.count, one.model.heads, one.keys
+
+
+def _start(one: Pass) -> list[Array]:
+    queries = _floats("queries", one.count, one.model.heads, one.model.head_dim)
+    return [_weights(_layers(one) * _of_layer(one)), _hidden(one, 2), queries]
+
+
+def _attention(one: Pass) -> list[Array]:
+    model = one.model
+    keys = one.batch, model.kv_heads, one.keys, model.head_dim
+    arrays = [_weights(_layers(one) * _of_layer(one) - _of_layer(one, "q", "k", "v")), _hidden(one, 1)]
     if loops(one):
-        arrays["queries and attention's output"] = 2 * _queries(one)
-        arrays["keys and values of one layer"] = 2 * one.keys_bytes
+        arrays.append(_floats("queries and attention's output", 2, one.count, model.heads, model.head_dim))
+        arrays.append(_floats("keys and values of one layer", 2, *keys))
     elif one.scores > one.keys_bytes:
         # Keys are gone when exponentials are written.
-        arrays |= {"scores and exponentials of one layer": 2 * one.scores, "values of one layer": one.keys_bytes}
+        arrays.append(_floats("scores and exponentials of one layer", 2, *_shape_of_scores(one)))
+        arrays.append(_floats("values of one layer", *keys))
     else:
-        arrays |= {"scores of one layer": one.scores, "keys and values of one layer": 2 * one.keys_bytes}
+        arrays.append(_floats("scores of one layer", *_shape_of_scores(one)))
+        arrays.append(_floats("keys and values of one layer", 2, *keys))
     return arrays
 
 
-def _mlp(one: Pass) -> dict[str, int]:
-    inner = one.count * one.model.mlp_width * FLOAT32
-    # Each product reads its matrix for the last time.
+def _mlp(one: Pass) -> Iterator[list[Array]]:
+    """Its products one after another; each reads its matrix for the last time."""
     steps = [(1, ("gate", "up", "down")), (2, ("up", "down")), (3, ("down",))]
     if not one.model.gated:
         steps = [(1, ("up", "down")), (2, ("down",))]
-    others = (_layers(one) - 1) * _weights(one)
-    last = steps[-1][0]
-    moments = [
-        {
-            CUT: others + _weights(one, *matrices),
-            "hidden states": (1 if arrays == last else 2) * one.hidden,
-            "MLP of one layer": arrays * inner,
-        }
-        for arrays, matrices in steps
-    ]
-    return max(moments, key=lambda arrays: sum(arrays.values()))
+    others = (_layers(one) - 1) * _of_layer(one)
+    for arrays, matrices in steps:
+        weights = _weights(others + _of_layer(one, *matrices))
+        hidden = _hidden(one, 1 if matrices == ("down",) else 2)
+        yield [weights, hidden, _floats("MLP of one layer", arrays, one.count, one.model.mlp_width)]

@@ -1,15 +1,42 @@
-"""One run of the model while it samples: the sizes that all rules of its workspaces are made of."""
+"""One run of the model while it samples, and arrays of a moment of it: what all rules of workspaces are made of."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 
 from jaxllm.config import Architecture
+from jaxllm.ledger import rows
+from jaxllm.ledger.rows import Row
 from jaxllm.ledger.setting import FLOAT32
 from jaxllm.model.specs import cache_slots, is_spec, param_specs
 
 # The row of what is cut out of the stacks of weights before products read it.
 CUT = "weights of one repeat"
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array of one moment.
+
+    Attributes:
+      size: bytes; on a TPU, in tiles.
+      formula: of its row.
+      kind: of its row; "" is the phase's workspace.
+    """
+
+    name: str
+    size: int
+    formula: str
+    kind: str = ""
+
+    def row(self, phase: str) -> Row:
+        return rows.row(self.name, self.kind or f"{phase} workspace", phase, self.formula, self.size)
+
+
+def size_of(arrays: Iterable[Array]) -> int:
+    """Bytes of all of them."""
+    return sum(each.size for each in arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from jaxllm.config import Architecture
 from jaxllm.ledger import formats, rows, tiles
 from jaxllm.ledger.dataflow import rows_of_experts
+from jaxllm.ledger.inference_pass import Array, size_of
 from jaxllm.ledger.inference_tpu_attention import attention
-from jaxllm.ledger.inference_tpu_pass import Array, Prefill, array, cache_arrays, size_of
+from jaxllm.ledger.inference_tpu_pass import Prefill, array, cache_arrays
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.rows import PERSISTENT, PREFILL, Row
 from jaxllm.ledger.setting import FLOAT32
@@ -60,7 +61,7 @@ def prefill_rows(
     moments = [attention(one, kind) for kind in dict.fromkeys((*model.pattern, *model.tail))]
     moments += [_mlp(one), _table(one), _choice(one)]
     made = [*_through_all_layers(one), *max(moments, key=size_of)]
-    return [rows.row(each.name, each.kind or f"{phase} workspace", phase, each.formula, each.size) for each in made]
+    return [each.row(phase) for each in made]
 
 
 def _through_all_layers(one: Prefill) -> Iterator[Array]:

@@ -19,7 +19,8 @@ with chunks of 32 tokens XLA turned none, where the bill has one (half too much)
 import dataclasses
 
 from jaxllm.ledger import formats
-from jaxllm.ledger.inference_tpu_pass import Array, Prefill, array, size_of
+from jaxllm.ledger.inference_pass import Array, size_of
+from jaxllm.ledger.inference_tpu_pass import Prefill, array
 from jaxllm.ledger.setting import FLOAT32
 from jaxllm.model.specs import cache_slots
 

@@ -8,10 +8,10 @@ table of words that is fetched ahead; and scales. With long patterns of layers, 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
 
 from jaxllm.config import Architecture
 from jaxllm.ledger import formats, tiles
+from jaxllm.ledger.inference_pass import Array
 from jaxllm.ledger.memory import leaves
 from jaxllm.ledger.setting import FLOAT32
 from jaxllm.model.specs import cache_slots, cache_specs
@@ -27,31 +27,10 @@ def cache_arrays(model: Architecture, batch: int, capacity: int, cache_dtype: st
     return [(spec.shape, scale if spec.role == "cache scale" else itemsize) for spec in specs]
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """An array of one moment.
-
-    Attributes:
-      size: bytes, in tiles.
-      formula: of its row.
-      kind: of its row; "" is the phase's workspace.
-    """
-
-    name: str
-    size: int
-    formula: str
-    kind: str = ""
-
-
 def array(name: str, shape: tuple[int, ...], itemsize: int, kind: str = "") -> Array:
     """An array of so many bytes a number."""
     formula = " × ".join(f"{size:,}" for size in shape)
     return Array(name, tiles.padded_bytes(shape, itemsize), f"{formula} × {itemsize} B", kind)
-
-
-def size_of(arrays: Iterable[Array]) -> int:
-    """Bytes of all of them."""
-    return sum(each.size for each in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
