@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 import smollm2_vs_llamacpp
 
-from jaxllm.decode.engine import Generator
-from jaxllm.decode.request import Request
 from jaxllm.decode.sampling import SamplingOptions
+from jaxllm.engine.generator import Generator
+from jaxllm.engine.request import Request
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.pretrained import Pretrained

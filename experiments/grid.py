@@ -11,10 +11,12 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxllm import architectures, config_tree, hardware
+from jaxllm import architectures
 from jaxllm.config import Config
+from jaxllm.config import overrides as config_tree
 from jaxllm.errors import UserError
-from jaxllm.ledger import memory
+from jaxllm.hardware import detect
+from jaxllm.ledger.formula import training_memory
 from jaxllm.ledger.rows import BOUNDARY
 
 SEED = 20261129
@@ -96,7 +98,7 @@ def description(config: Config) -> str:
 
 
 def platform(target: str) -> str:
-    return "cpu" if target == "cpu" else hardware.named(target).platform
+    return "cpu" if target == "cpu" else detect.named(target).platform
 
 
 def cells(target: str, count: int) -> Iterator[Cell]:
@@ -169,7 +171,7 @@ def _draw(
 def _is_possible(config: Config, target: str) -> bool:
     try:
         model = architectures.resolve_config(config)
-        ledger = memory.training(model, config, config.precision.policy, platform(target))
+        ledger = training_memory.training(model, config, config.precision.policy, platform(target))
         kinds = ("activations", "gradient accumulator")
         known = ledger.persistent_bytes + sum(ledger.kind_bytes(kind, BOUNDARY) for kind in kinds)
         if ledger.parameters > _LARGEST[target] or not 0.01 < known / MEMORY[target] < 0.9:

@@ -13,8 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxllm import architectures, hardware
-from jaxllm.ledger import memory
+from jaxllm import architectures
+from jaxllm.hardware import detect
+from jaxllm.ledger.formula import training_memory as memory
 from jaxllm.ledger.rows import Unknown
 
 # "Fits" is said of what fills so much of a device at most.
@@ -80,7 +81,7 @@ def _result(name: str, target: str, told: dict[str, Any]) -> Result:
         if target != "cpu"
         else peers.estimates(model, config, policy, "h100")
     )
-    size = grid.MEMORY[target] if target == "cpu" else hardware.named(target).memory_bytes or 0
+    size = grid.MEMORY[target] if target == "cpu" else detect.named(target).memory_bytes or 0
     return Result(
         cell=grid.Cell(name, target, config),
         formula=ledger.peak_bytes,

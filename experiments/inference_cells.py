@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxllm import architectures, hardware, programs
+from jaxllm import architectures, programs
 from jaxllm.config import Config
-from jaxllm.ledger.tasks import Sampling
+from jaxllm.hardware import detect
+from jaxllm.ledger.compiled.task_programs import Sampling
 from jaxllm.programs import Program
-from jaxllm.train.precision import policy_for
+from jaxllm.step.precision import policy_for
 
 STEPS = 8  # tokens that one decode call makes at most
 # Model, sequences, tokens of context, prompt tokens that one prefill takes of each sequence.
@@ -70,7 +71,7 @@ def inference_cells(devices: tuple[str, ...] = ("cpu", "h100", "v5e")) -> Iterat
     """(name, configuration, sampling, device), of which the configuration says model and precision.
 
     Args:
-      devices: "cpu" is this machine's; the others are names of `hardware.named`.
+      devices: "cpu" is this machine's; the others are names of `hardware.detect.named`.
     """
     for device in devices:
         auto = policy_for("auto", DEVICES[device]).name
@@ -99,8 +100,8 @@ def compile_cell(program: Program, device: str) -> jax.stages.Compiled:
     """The program for this machine's CPU, or for a device that is absent."""
     if device == "cpu":
         return program.compile()
-    from jaxllm.ledger import absent  # its compilers are in an environment of their own
+    from jaxllm.ledger.compiled import absent  # its compilers are in an environment of their own
 
-    target = hardware.named(device).compile_target
+    target = detect.named(device).compile_target
     assert target is not None
     return absent.compile_for(program, target, 1)

@@ -28,11 +28,13 @@ import grid
 import grid_report
 import jax
 
-from jaxllm import architectures, hardware, mesh
-from jaxllm.ledger import absent, compiled
-from jaxllm.ledger.compiled import Inspection
+from jaxllm import architectures
+from jaxllm.hardware import detect
+from jaxllm.ledger.compiled import absent, attached
+from jaxllm.ledger.compiled.attached import Inspection
+from jaxllm.ledger.compiled.task_programs import programs_of
 from jaxllm.ledger.rows import figure_to_json
-from jaxllm.ledger.tasks import programs_of
+from jaxllm.parallel import mesh
 
 FIGURES = ("arguments", "outputs", "aliases", "temps", "peak")
 
@@ -42,10 +44,10 @@ def inspect(cell: grid.Cell) -> Inspection:
     config, platform = cell.config, grid.platform(cell.target)
     model = architectures.resolve_config(config)
     if platform == "cpu":
-        return compiled.inspect(
+        return attached.inspect(
             programs_of(config, model, platform, mesh.make_mesh(config.mesh), None)["train_step"].compile
         )
-    device = hardware.named(cell.target)
+    device = detect.named(cell.target)
     program = programs_of(config, model, platform, absent.abstract_mesh(config), None)["train_step"]
     target = absent.require_compiler(device.name, device.compile_target)
     return absent.inspection_for(program, target, math.prod(mesh.sizes(config.mesh).values()))

@@ -15,11 +15,11 @@ are told to make for such a run. What a tool has no answer for is Unknown, with 
 import math
 from collections.abc import Callable
 
-from jaxllm import mesh as mesh_lib
 from jaxllm.config import Architecture, Config
-from jaxllm.hardware import named
+from jaxllm.hardware.detect import named
 from jaxllm.ledger.rows import Figure, Unknown
 from jaxllm.model.specs import parameter_count
+from jaxllm.parallel import mesh as mesh_lib
 
 _ADAM = ("adam", "adamw")
 _MASTERS = ("bf16", "fp16")  # 16-bit weights that compute, with float32 ones beside them

@@ -32,15 +32,18 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxllm import architectures, config_tree, hardware, mesh
-from jaxllm.config import Config
+from jaxllm import architectures
+from jaxllm.config import Config, overrides
 from jaxllm.errors import UserError
-from jaxllm.ledger import absent, communication, compute, memory, roofline
-from jaxllm.ledger import setting as setting_lib
+from jaxllm.hardware import detect
+from jaxllm.ledger.compiled import absent
+from jaxllm.ledger.formula import communication, flops, roofline, training_memory
+from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact.run import Setting
 from jaxllm.ledger.rows import Figure, Unknown, figure_to_json, format_bytes
-from jaxllm.ledger.setting import Setting
-from jaxllm.planning import training
-from jaxllm.planning.space import Space
+from jaxllm.parallel import mesh
+from jaxllm.plan import training
+from jaxllm.plan.space import Space
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS, RESULTS = HERE.parent / "configs", HERE / "results" / "planner_configs.json"
@@ -99,11 +102,11 @@ def load(name: str) -> Config:
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
     """A copy with other values at some dotted paths."""
-    values = config_tree.to_dict(config)
+    values = overrides.to_dict(config)
     for path, value in fields.items():
         section, field = path.split(".")
         values[section][field] = value
-    return config_tree.from_dict(values)
+    return overrides.from_dict(values)
 
 
 def count_of(config: Config) -> int:
@@ -115,7 +118,7 @@ def count_of(config: Config) -> int:
 
 def planned(config: Config) -> dict[str, Any]:
     """Fields of the planner's first choice for as many devices as a configuration has."""
-    device = hardware.named(DEVICE)
+    device = detect.named(DEVICE)
     space = Space(
         base=config,
         model=architectures.resolve_config(config),
@@ -130,7 +133,7 @@ def planned(config: Config) -> dict[str, Any]:
 
 def in_order(config: Config) -> float:
     """Least seconds of a step in which what waits for something is not hidden behind it."""
-    device = hardware.named(DEVICE)
+    device = detect.named(DEVICE)
     setting = _setting(config)
     least = roofline.train_step(setting, device)
     exchanged = _exchange_seconds(setting)
@@ -146,7 +149,7 @@ def in_order(config: Config) -> float:
 
 def _setting(config: Config) -> Setting:
     model = architectures.resolve_config(config)
-    return setting_lib.make(model, config, config.precision.policy, hardware.named(DEVICE).platform)
+    return setting_lib.make(model, config, config.precision.policy, detect.named(DEVICE).platform)
 
 
 def _exchange_seconds(setting: Setting) -> float:
@@ -154,20 +157,20 @@ def _exchange_seconds(setting: Setting) -> float:
     seconds = 0.0
     for transfer in communication.transfers(setting):
         if transfer.axes == ("tensor",) and "activations" in transfer.name:
-            rate = roofline.ring_rate(transfer, setting.mesh, hardware.named(DEVICE))
+            rate = roofline.ring_rate(transfer, setting.mesh, detect.named(DEVICE))
             assert rate is not None
             seconds += transfer.ring_bytes / rate
     return seconds
 
 
 def _forward_share(setting: Setting) -> float:
-    work = compute.step(setting)
+    work = flops.step(setting)
     return work.flops_of["forward"] / work.flops
 
 
 def compiled_peak(config: Config, kept: dict[str, Any]) -> Figure:
     """XLA's, which is kept; Unknown where its compiler is not installed or refuses."""
-    key = json.dumps(config_tree.to_dict(config), sort_keys=True)
+    key = json.dumps(overrides.to_dict(config), sort_keys=True)
     if key not in kept:
         try:
             (found,) = absent.inspect(config, DEVICE, count_of(config)).values()
@@ -181,14 +184,16 @@ def compiled_peak(config: Config, kept: dict[str, Any]) -> Figure:
 def run_of(config: Config, kept: dict[str, Any], fields: Mapping[str, Any]) -> Run:
     config = changed(config, fields)
     model = architectures.resolve_config(config)
-    least = roofline.train_step(_setting(config), hardware.named(DEVICE))
+    least = roofline.train_step(_setting(config), detect.named(DEVICE))
     assert isinstance(least.seconds, float)
     return Run(
         fields=dict(fields),
         seconds=least.seconds,
         in_order=in_order(config),
         bound=str(least.bound),
-        formula=memory.training(model, config, config.precision.policy, hardware.named(DEVICE).platform).peak_bytes,
+        formula=training_memory.training(
+            model, config, config.precision.policy, detect.named(DEVICE).platform
+        ).peak_bytes,
         xla=compiled_peak(config, kept),
     )
 
@@ -196,7 +201,7 @@ def run_of(config: Config, kept: dict[str, Any], fields: Mapping[str, Any]) -> R
 def measure(name: str, kept: dict[str, Any]) -> dict[str, Run]:
     """Kind -> run, of one configuration."""
     config = load(name)
-    flat = config_tree.field_paths(config)
+    flat = overrides.field_paths(config)
     choices = {"obvious": OBVIOUS[name], "planner": planned(config)}
     choices["shipped"] = {path: flat[path] for path in choices["planner"]}
     return {kind: run_of(config, kept, choices[kind]) for kind in KINDS}
@@ -204,7 +209,7 @@ def measure(name: str, kept: dict[str, Any]) -> dict[str, Run]:
 
 def verdict(runs: Mapping[str, Run]) -> str:
     """Of one configuration: whether the planner's choice fits and beats the obvious one, in order too."""
-    capacity = hardware.named(DEVICE).memory_bytes or 0
+    capacity = detect.named(DEVICE).memory_bytes or 0
     planner, obvious = runs["planner"], runs["obvious"]
     if not isinstance(planner.xla, Unknown) and planner.xla > capacity:
         return "does not fit"
@@ -243,7 +248,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "claim": f"the planner's choice is at least {WORTH:g} times as fast as the obvious one",
         "prediction": "it is for all that span several GPUs; on one the two are alike",
-        "device": hardware.named(DEVICE).name,
+        "device": detect.named(DEVICE).name,
     }
     for name in OBVIOUS:
         found[name] = measure(name, kept)

@@ -21,11 +21,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from jaxllm import architectures, hardware
-from jaxllm.ledger import dataflow, layout, memory, roofline, slots, states
-from jaxllm.ledger import setting as setting_lib
-from jaxllm.planning import training
-from jaxllm.planning.space import Space
+from jaxllm import architectures
+from jaxllm.hardware import detect
+from jaxllm.ledger.formula import roofline, training_memory
+from jaxllm.ledger.formula.exact import block_graph, layout, optimizer_slots
+from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import state as states
+from jaxllm.plan import training
+from jaxllm.plan.space import Space
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 CANDIDATES = 10_000
@@ -35,14 +38,14 @@ CACHES = (
     layout._leaves,
     layout._placed,
     layout.layout_of,
-    slots._held,
-    slots._counted,
+    optimizer_slots._held,
+    optimizer_slots._counted,
     states._stored,
-    dataflow._block,
+    block_graph._block,
 )
 
 
-def candidates(space: Space, device: hardware.Device) -> dict[str, float]:
+def candidates(space: Space, device: detect.Device) -> dict[str, float]:
     """Seconds that judging 10,000 choices from all over a space takes: peak and least time of each, one by one."""
     every = [choice for family in space.families() for choice in family]
     choices = every[:: max(len(every) // CANDIDATES, 1)][:CANDIDATES]
@@ -63,7 +66,7 @@ def candidates(space: Space, device: hardware.Device) -> dict[str, float]:
     }
 
 
-def plan(space: Space, device: hardware.Device) -> dict[str, float]:
+def plan(space: Space, device: detect.Device) -> dict[str, float]:
     """Of a whole plan, as the command makes it."""
     forget()
     processor = time.process_time()
@@ -76,7 +79,7 @@ def plan(space: Space, device: hardware.Device) -> dict[str, float]:
     }
 
 
-def uncached(name: str, device: hardware.Device) -> dict[str, float]:
+def uncached(name: str, device: detect.Device) -> dict[str, float]:
     """Milliseconds of processor of one bill and one roofline where nothing is remembered: the median of 20."""
     config = training.base_config(name, 1024, 64, "adamw")
     config.mesh.data, config.mesh.zero = 8, 3
@@ -85,7 +88,7 @@ def uncached(name: str, device: hardware.Device) -> dict[str, float]:
     for _ in range(20):
         forget()
         begun = time.process_time()
-        memory.training(model, config, "bf16", device.platform)
+        training_memory.training(model, config, "bf16", device.platform)
         bills.append(1e3 * (time.process_time() - begun))
         forget()
         begun = time.process_time()
@@ -105,7 +108,7 @@ def main() -> None:
     parser.add_argument("--device", default="h100")
     parser.add_argument("--count", type=int, default=64)
     asked = parser.parse_args()
-    device = hardware.named(asked.device)
+    device = detect.named(asked.device)
     config = training.base_config(asked.model, 8192, 128, "adamw")
     model = architectures.resolve_config(config)
     space = Space(config, model, asked.count, device.platform, ("bf16",), ("float32",))

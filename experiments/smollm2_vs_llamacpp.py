@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from llamacpp import LlamaCpp
 
-from jaxllm.decode.engine import Generator
-from jaxllm.decode.request import Request
 from jaxllm.decode.sampling import SamplingOptions
+from jaxllm.engine.generator import Generator
+from jaxllm.engine.request import Request
 from jaxllm.errors import UserError
 from jaxllm.interop import chat
 from jaxllm.interop.gguf import model as gguf

@@ -15,8 +15,9 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from jaxllm import config as config_lib
-from jaxllm import config_tree, devices
+from jaxllm.config import overrides
 from jaxllm.errors import RunError, UserError
+from jaxllm.hardware import spec as devices
 
 FLAGS = flags.FLAGS
 
@@ -52,8 +53,8 @@ def load_config() -> config_lib.Config:
         except OSError as error:
             raise UserError(f"--config {path}: no such file, or it cannot be read") from error
         raise UserError(f"--config {path}: get_config() returned {type(config).__name__}, not a jaxllm.config.Config")
-    config_tree.split_lists(config)
-    config_tree.check_types(config)
+    overrides.split_lists(config)
+    overrides.check_types(config)
     return config
 
 
@@ -97,11 +98,11 @@ def _parse(argv: list[str]) -> None:
 
 def _check_override_keys(argv: list[str]) -> None:
     """An unknown `--config.a.b` fails before anything is loaded, naming the nearest key."""
-    known = config_tree.field_paths(config_lib.Config())
+    known = overrides.field_paths(config_lib.Config())
     for argument in argv[1:]:
         match = re.match(r"--?(no)?config\.([^=]+)", argument)
         if match and match[2] not in known:
-            raise config_tree.unknown_key(match[2])
+            raise overrides.unknown_key(match[2])
 
 
 def _one_line(error: BaseException) -> str:

@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm import attention_choice, remat_policy
-from jaxllm.config import Architecture, Config
+from jaxllm.config import Architecture, Config, remat
+from jaxllm.config import attention as attention_choice
 from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.decode import generate, weights
 from jaxllm.decode import state as decode_state
-from jaxllm.mesh import batch_sharding, replicated
 from jaxllm.model import adapter_specs, adapters, specs
-from jaxllm.train import precision
-from jaxllm.train import state as state_lib
-from jaxllm.train.gradients import evaluate
-from jaxllm.train.layout import Layout, make_layout
-from jaxllm.train.optimizer import make_optimizer, make_schedule
-from jaxllm.train.precision import policy_for
-from jaxllm.train.recipe import Recipe
-from jaxllm.train.state import TrainState
-from jaxllm.train.step import train_step as train_step_function
+from jaxllm.parallel.mesh import batch_sharding, replicated
+from jaxllm.step import precision
+from jaxllm.step import state as state_lib
+from jaxllm.step.gradients import evaluate
+from jaxllm.step.optimizers import make_optimizer, make_schedule
+from jaxllm.step.placement import Layout, make_layout
+from jaxllm.step.precision import policy_for
+from jaxllm.step.spec import Recipe
+from jaxllm.step.state import TrainState
+from jaxllm.step.train_step import train_step as train_step_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
         schedule=make_schedule(config.optimizer, config.train.steps),
         policy=policy,
         attention=attention_choice.resolve(config, model, platform, policy.compute.name),
-        remat=remat_policy.parse(config.remat.policy),
+        remat=remat.parse(config.remat.policy),
         clip_norm=config.optimizer.clip_norm,
         accumulate=config.train.accumulate,
         loss_chunk=config.train.loss_chunk,

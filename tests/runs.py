@@ -13,9 +13,9 @@ import numpy as np
 import starter
 from rich.console import Console
 
+from jaxllm.checkpoints import checkpoint, open_any
 from jaxllm.config import Config
-from jaxllm.train import checkpoint, start
-from jaxllm.train.loop import Trainer
+from jaxllm.train.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -59,7 +59,7 @@ def train(config: Config, workdir: pathlib.Path) -> tuple[int, str]:
 
 def trained(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
     """(configuration, float32 parameters) of a run's newest whole checkpoint, as sampling opens it."""
-    opened = start.open_workdir(pathlib.Path(workdir))
+    opened = open_any.open_workdir(pathlib.Path(workdir))
     return checkpoint.newest(workdir)[1], opened.load(jnp.float32)
 
 

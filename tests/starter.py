@@ -22,7 +22,7 @@ import types
 import warnings
 from typing import Any
 
-COMMANDS = ("__main__", "sample", "convert", "plan")  # they define flags, and so are imported once: when they run
+COMMANDS = ("__main__",)  # they define flags, and so are imported once: when they run
 
 
 class Started:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import models
 import numpy as np
 
-from jaxllm import mesh, programs
+from jaxllm import programs
 from jaxllm.config import Architecture, Config
-from jaxllm.train.layout import make_layout
-from jaxllm.train.step import train_step
+from jaxllm.parallel import mesh
+from jaxllm.step.placement import make_layout
+from jaxllm.step.train_step import train_step
 
 
 def config(**fields) -> Config:

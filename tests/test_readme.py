@@ -8,7 +8,7 @@ README = (runs.ROOT / "README.md").read_text()
 
 
 def test_tree_is_the_disk():
-    block = README.split("test_readme.py holds this")[1].split("```")[1]
+    block = README.split("test_readme.py compares this")[1].split("```")[1]
     named, folder = set(), ""
     for line in block.strip().splitlines():
         if line.startswith("    "):  # the entry above goes on

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.kernels import decode_int8
-from jaxllm.kernels.decode_attention import decode_attention
+from jaxllm.kernels.decode import int8 as decode_int8
+from jaxllm.kernels.decode.api import decode_attention
 from suite import ours, peaks, timing, work
 from suite.records import Context
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.kernels import decode_int8, reference
-from jaxllm.kernels.decode_attention import decode_attention
+from jaxllm.kernels import reference
+from jaxllm.kernels.decode import int8 as decode_int8
+from jaxllm.kernels.decode.api import decode_attention
 from suite import exact, ours, timing
 from suite.cells import Cell, grid
 from suite.records import Context, told

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jaxllm import architectures
 from jaxllm.config import Architecture
-from jaxllm.decode.engine import Generator
-from jaxllm.decode.request import Request
 from jaxllm.decode.sampling import SamplingOptions
+from jaxllm.engine.generator import Generator
+from jaxllm.engine.request import Request
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.model import specs
-from jaxllm.train.precision import policy_for
+from jaxllm.step.precision import policy_for
 from suite import peaks, steps, timing, work
 from suite.records import Context
 

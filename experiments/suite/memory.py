@@ -16,12 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm import architectures, hardware
+from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.ledger import bill, compiled, tasks
+from jaxllm.hardware import detect
+from jaxllm.ledger import bill
 from jaxllm.ledger import device as device_lib
+from jaxllm.ledger.compiled import attached, task_programs
 from jaxllm.ledger.rows import Figure, Unknown, figure_to_json, format_bytes
-from jaxllm.mesh import make_mesh
+from jaxllm.parallel.mesh import make_mesh
 from suite import records, steps
 from suite.records import Context, Record
 
@@ -69,8 +71,8 @@ def train(index: int, tiny: bool) -> dict[str, Any]:
     made.begin()
     before = peak()
     jax.block_until_ready([made.one() for _ in range(2)])
-    ledger = bill.training(config, made.model, hardware.this_machine())
-    return figures(ledger.peak_bytes, compiled.figures(made.compiled)["peak"], before, peak())
+    ledger = bill.training(config, made.model, detect.this_machine())
+    return figures(ledger.peak_bytes, attached.figures(made.compiled)["peak"], before, peak())
 
 
 def infer(index: int, tiny: bool) -> dict[str, Any]:
@@ -79,8 +81,8 @@ def infer(index: int, tiny: bool) -> dict[str, Any]:
     config = steps.configured(model_name, 1, 1, "none", tiny)
     batch, context, chunk = (2, 64, 16) if tiny else (batch, context, chunk)
     model = architectures.resolve_config(config)
-    asked = tasks.Sampling(batch, context, chunk, steps=8)
-    made = tasks.programs_of(config, model, jax.default_backend(), make_mesh(Config().mesh), asked)
+    asked = task_programs.Sampling(batch, context, chunk, steps=8)
+    made = task_programs.programs_of(config, model, jax.default_backend(), make_mesh(Config().mesh), asked)
     executables = {name: program.compile() for name, program in made.items()}
     params, state = (jax.jit(lambda tree=tree: filled(tree))() for tree in made["prefill"].inputs[:2])
     jax.block_until_ready((params, state))
@@ -88,8 +90,8 @@ def infer(index: int, tiny: bool) -> dict[str, Any]:
     tokens = jnp.zeros((batch, chunk), jnp.int32)
     state = executables["prefill"](params, state, tokens, jnp.ones((batch, chunk), bool))
     jax.block_until_ready(executables["decode"](params, state, jnp.int32(8)))
-    ledger = bill.sampling(model_name, model, hardware.this_machine(), batch, context, chunk)
-    told = [compiled.figures(executable)["peak"] for executable in executables.values()]
+    ledger = bill.sampling(model_name, model, detect.this_machine(), batch, context, chunk)
+    told = [attached.figures(executable)["peak"] for executable in executables.values()]
     unknown = [figure for figure in told if isinstance(figure, Unknown)]
     return figures(ledger.peak_bytes, unknown[0] if unknown else max(told), before, peak())
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jaxllm.kernels.flash_attention import flash_attention
+from jaxllm.kernels.flash.api import flash_attention
 
 TRITON = "triton"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxllm import architectures, programs
 from jaxllm.config import Architecture, Config
-from jaxllm.mesh import make_mesh
+from jaxllm.parallel.mesh import make_mesh
 
 # In the place of a published model where a CPU has to do.
 TINY = {"vocab_size": 128, "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 64}

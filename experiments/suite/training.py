@@ -5,9 +5,10 @@ import time
 
 import jax
 
-from jaxllm import architectures, hardware
+from jaxllm import architectures
+from jaxllm.hardware import detect
 from jaxllm.ledger import bill
-from jaxllm.train.precision import policy_for
+from jaxllm.step.precision import policy_for
 from suite import peaks, steps, timing, work
 from suite.records import Context
 
@@ -27,7 +28,7 @@ SHARE = 0.85  # of the memory that a run may have by the ledger
 
 def policy(model: str, length: int, batch: int, attention: str, tiny: bool) -> str:
     """The first remat policy of none, dots and full with which the run fits."""
-    device = hardware.this_machine()
+    device = detect.this_machine()
     for name in ("none", "dots"):
         config = steps.configured(model, length, batch, name, tiny, attention)
         peak = bill.training(config, architectures.resolve_config(config), device).peak_bytes
@@ -49,7 +50,7 @@ def measure(context: Context, model: str, length: int, batch: int, attention: st
     dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
     measured = peaks.product_rate(context.tiny)
     shares = {"of a measured product": work.utilisation(made.model, length, rate, measured)}
-    published = hardware.this_machine().peak(dtype)
+    published = detect.this_machine().peak(dtype)
     if published:
         shares["of the published peak"] = work.utilisation(made.model, length, rate, published)
     told = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())

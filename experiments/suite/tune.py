@@ -1,4 +1,4 @@
-"""Section b, the tiles: which sizes of `kernels/flash_blocks.py` are fastest here, one kernel after the other."""
+"""Section b, the tiles: which sizes of `kernels/flash/tile_sizes.py` are fastest here, one kernel after the other."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxllm.kernels.flash_blocks import Tile, Tiles, tiles_for
+from jaxllm.kernels.flash.tile_sizes import Tile, Tiles, tiles_for
 from suite import ours, rivals, timing, work
 from suite.records import Context, told
 

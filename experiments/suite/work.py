@@ -1,7 +1,7 @@
 """FLOPs and bytes by formula: what rates and shares are made of."""
 
 from jaxllm.config import Architecture
-from jaxllm.ledger import compute
+from jaxllm.ledger.formula import flops
 
 # The backward pass multiplies scores again, and four times what the forward does: 5 products beside its 2.
 FORWARD_AND_BACKWARD = 3.5
@@ -22,9 +22,9 @@ def cache_bytes(batch: int, kv_heads: int, length: int, head_dim: int, itemsize:
 
 def decode_bytes(model: Architecture, batch: int, length: int) -> int:
     """Weights and cache that one token of each row reads, both in bfloat16."""
-    return compute.decode_token(model, batch, length, "bf16", "bf16").bytes
+    return flops.decode_token(model, batch, length, "bf16", "bf16").bytes
 
 
 def utilisation(model: Architecture, length: int, tokens_per_second: float, peak: float) -> float:
-    """MFU: model FLOPs a second over a peak (FLOP/s); see `jaxllm.ledger.compute`."""
-    return compute.model_flops_per_token(model, length) * tokens_per_second / peak
+    """MFU: model FLOPs a second over a peak (FLOP/s); see `jaxllm.ledger.formula.flops`."""
+    return flops.model_flops_per_token(model, length) * tokens_per_second / peak

@@ -24,9 +24,9 @@ from jaxllm.interop.huggingface.families import FAMILIES
 from jaxllm.interop.huggingface.model import read_json
 from jaxllm.interop.huggingface.safetensors_files import TensorFiles, read_header, write_file
 from jaxllm.interop.pretrained import Pretrained
-from jaxllm.mesh import path_name
 from jaxllm.model import adapter_specs, adapters
 from jaxllm.model.specs import is_spec
+from jaxllm.parallel.mesh import path_name
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

@@ -15,8 +15,8 @@ import numpy as np
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop import copying
-from jaxllm.mesh import path_name
 from jaxllm.model.specs import ParamSpec, is_spec, map_specs, param_specs
+from jaxllm.parallel.mesh import path_name
 
 Tensors = Sequence[np.ndarray]
 

@@ -15,22 +15,25 @@ from typing import Any
 from absl import flags
 from rich.console import Console
 
-from jaxllm import commandline, hardware, mesh
-from jaxllm.decode import engine
+from jaxllm import commandline
+from jaxllm.checkpoints import open_any
+from jaxllm.engine import generator
 from jaxllm.errors import UserError
-from jaxllm.ledger import absent, compiled, formats, page, picture, report, request
+from jaxllm.hardware import detect
+from jaxllm.ledger import request
 from jaxllm.ledger.bill import AUTO
-from jaxllm.ledger.compiled import Inspection
+from jaxllm.ledger.compiled import absent, attached
+from jaxllm.ledger.compiled.attached import Inspection
+from jaxllm.ledger.compiled.task_programs import Sampling, programs_of
+from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.reconcile import reconcile
+from jaxllm.ledger.report import page, picture, terminal
 from jaxllm.ledger.request import TASKS, Request
 from jaxllm.ledger.rows import Ledger, Unknown, figure_to_json
-from jaxllm.ledger.tasks import Sampling, programs_of
-from jaxllm.train import start
+from jaxllm.parallel import mesh
 
 _TASK = flags.DEFINE_enum("task", "train", [*TASKS, "both"], "What to bill; both: one beside the other.")
-_DEVICE = flags.DEFINE_string(
-    "device", "auto", f"The device: auto is this machine's; or {', '.join(hardware.DEVICES)}."
-)
+_DEVICE = flags.DEFINE_string("device", "auto", f"The device: auto is this machine's; or {', '.join(detect.DEVICES)}.")
 _COUNT = flags.DEFINE_integer("count", None, "Devices; by default as many as config.mesh takes.", lower_bound=1)
 _COMPILE = flags.DEFINE_bool("compile", False, "Compile the programs too, and tell XLA's figures.")
 _BATCH = flags.DEFINE_integer("batch", 1, "infer: sequences at a time.", lower_bound=1)
@@ -49,15 +52,15 @@ _PNG = flags.DEFINE_string("png", None, "Writes the bill to this file as a pictu
 
 
 def main() -> int:
-    config = start.resolved(commandline.load_config())
+    config = open_any.resolved(commandline.load_config())
     _check_outputs()
     asked = Request(
         config=config,
-        device=hardware.named(_DEVICE.value),
+        device=detect.named(_DEVICE.value),
         count=_COUNT.value,
         batch=_BATCH.value,
         context=_CONTEXT.value,
-        chunk=engine.CHUNK,
+        chunk=generator.CHUNK,
         weights=_WEIGHTS.value,
         cache=_CACHE.value,
     )
@@ -102,16 +105,16 @@ def _check_outputs() -> None:
 def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, Inspection]], asked: Request) -> None:
     console = Console()
     for task, ledger in bills.items():
-        report.show_bill(ledger, asked.device, console)
+        terminal.show_bill(ledger, asked.device, console)
         for name, inspection in inspections[task].items():
-            report.show_inspection(name, inspection, ledger, console)
+            terminal.show_inspection(name, inspection, ledger, console)
     if len(bills) > 1:
-        report.show_comparison(bills["train"], bills["infer"], console)
+        terminal.show_comparison(bills["train"], bills["infer"], console)
 
 
 def _sampling(asked: Request) -> Sampling:
     context = request.context_of(asked)
-    return Sampling(asked.batch, context, min(asked.chunk, context), engine.STEPS, asked.cache)
+    return Sampling(asked.batch, context, min(asked.chunk, context), generator.STEPS, asked.cache)
 
 
 def _inspect(asked: Request, task: str) -> dict[str, Inspection]:
@@ -121,7 +124,7 @@ def _inspect(asked: Request, task: str) -> dict[str, Inspection]:
         return absent.inspect(asked.config, _DEVICE.value, count, sampling)
     over = absent.abstract_mesh(asked.config) if sampling else mesh.make_mesh(asked.config.mesh)
     made = programs_of(asked.config, asked.model, asked.device.platform, over, sampling)
-    return {name: compiled.inspect(program.compile) for name, program in made.items()}
+    return {name: attached.inspect(program.compile) for name, program in made.items()}
 
 
 def _to_json(ledger: Ledger, inspections: Mapping[str, Inspection]) -> dict[str, Any]:

@@ -4,13 +4,13 @@ import dataclasses
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
-from jaxllm.hardware import Device
-from jaxllm.ledger import communication, inference, memory, roofline
-from jaxllm.ledger import setting as setting_lib
-from jaxllm.ledger.formats import AUTO as AUTO
-from jaxllm.ledger.roofline import Roofline
+from jaxllm.hardware.detect import Device
+from jaxllm.ledger.formula import communication, inference_memory, roofline, training_memory
+from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact.formats import AUTO as AUTO
+from jaxllm.ledger.formula.roofline import Roofline
 from jaxllm.ledger.rows import Ledger, Unknown
-from jaxllm.train.precision import policy_for
+from jaxllm.step.precision import policy_for
 
 
 def title(config: Config) -> str:
@@ -26,7 +26,7 @@ def training(config: Config, model: Architecture, device: Device) -> Ledger:
     `compute` has beside it "sent_bytes": what one device sends to the others in a step, in rings.
     """
     policy = policy_for(config.precision.policy, device.platform)
-    ledger = memory.training(model, config, policy.name, device.platform)
+    ledger = training_memory.training(model, config, policy.name, device.platform)
     setting = setting_lib.make(model, config, policy.name, device.platform)
     billed = _on(device, ledger, roofline.train_step(setting, device))
     sent = round(sum(transfer.ring_bytes for transfer in communication.train_step(model, config, policy.name)))
@@ -64,7 +64,7 @@ def sampling(
     plain, dtype = plain_format(device.platform), policy_for("auto", device.platform).compute.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))
     how = (model, batch, capacity, chunk, weights, cache, name, device.platform)
-    ledger = inference.inference(*how, use_cache=use_cache, vector_memory=device.vector_memory)
+    ledger = inference_memory.inference(*how, use_cache=use_cache, vector_memory=device.vector_memory)
     work = (capacity, weights, cache, device, dtype)
     least = roofline.decode_token(model, batch, *work) if use_cache else roofline.prefill(model, batch, *work)
     return _on(device, ledger, least)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import psutil
 
-from jaxllm.hardware import Device
+from jaxllm.hardware.detect import Device
 from jaxllm.ledger.rows import Figure, Unknown
 
 

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import math
 
-from jaxllm import architectures, mesh
+from jaxllm import architectures
 from jaxllm.config import Architecture, Config
 from jaxllm.errors import UserError
-from jaxllm.hardware import Device
-from jaxllm.ledger import bill, formats
+from jaxllm.hardware.detect import Device
+from jaxllm.ledger import bill
+from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.rows import Ledger
+from jaxllm.parallel import mesh
 
 TASKS = ("train", "infer")
 

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.ledger.counts import told
+from jaxllm.ledger.formula.exact.shard_sizes import told
 
 # In the order a step or a request runs through them. Rows of a phase are alive together; those of
 # PERSISTENT are alive in all of them. Rows of HOST are in the memory of the device's host, and no part of its own.

@@ -16,13 +16,13 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxllm import mesh as mesh_lib
 from jaxllm import programs
 from jaxllm.config import Architecture, Config
 from jaxllm.ledger.rows import Unknown
-from jaxllm.mesh import BATCH_AXES
-from jaxllm.train import gradients
-from jaxllm.train.layout import make_layout
+from jaxllm.parallel import mesh as mesh_lib
+from jaxllm.parallel.mesh import BATCH_AXES
+from jaxllm.step import gradients
+from jaxllm.step.placement import make_layout
 
 # What no block named: inputs of blocks, and what embedding, positions and the last norm keep.
 OTHER = "other"

@@ -6,14 +6,14 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.attention_choice import Attention
 from jaxllm.config import Architecture
+from jaxllm.config.attention import Attention
 from jaxllm.kernels import reference
-from jaxllm.kernels.cudnn_attention import cudnn_attention
-from jaxllm.kernels.flash_attention import flash_attention
+from jaxllm.kernels.cudnn import cudnn_attention
+from jaxllm.kernels.flash.api import flash_attention
 from jaxllm.model.layer_cache import LayerCache
 from jaxllm.model.layers import align, norm, norm_over_heads, project, rotate
-from jaxllm.model.partition import WHOLE, Partition
+from jaxllm.parallel.collectives import WHOLE, Partition
 
 
 @dataclasses.dataclass(frozen=True)

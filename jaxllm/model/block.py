@@ -10,7 +10,7 @@ from jaxllm.config import Architecture
 from jaxllm.model import layers
 from jaxllm.model.attention import LayerCache, Span, attention
 from jaxllm.model.moe import moe
-from jaxllm.model.partition import WHOLE, Partition
+from jaxllm.parallel.collectives import WHOLE, Partition
 
 Params = dict[str, Any]
 

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.kernels import decode_int8, decode_slots, decode_write_tpu, reference
-from jaxllm.kernels.decode_attention import decode_attention
+from jaxllm.kernels import reference
+from jaxllm.kernels.decode import int8 as decode_int8
+from jaxllm.kernels.decode import slots as decode_slots
+from jaxllm.kernels.decode import write_tpu as decode_write_tpu
+from jaxllm.kernels.decode.api import decode_attention
 
 Arrays = dict[str, Array]
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
 from jaxllm.model.adapters import ADAPTERS
-from jaxllm.model.partition import WHOLE, Partition
+from jaxllm.parallel.collectives import WHOLE, Partition
 
 
 def align(vector: Array, x: Array) -> Array:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.model.partition import WHOLE, Partition
 from jaxllm.model.transformer import softcap as apply_softcap
+from jaxllm.parallel.collectives import WHOLE, Partition
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.config import Architecture
 from jaxllm.kernels import grouped
 from jaxllm.model.layers import activation
-from jaxllm.model.partition import WHOLE, Partition
+from jaxllm.parallel.collectives import WHOLE, Partition
 
 
 def route(

@@ -1,6 +1,6 @@
 """Remat: which of a block's activations wait for the backward pass, by the tags the block gives them.
 
-What a policy of `jaxllm.remat_policy` does not keep is computed again when it is needed. No policy keeps what is
+What a policy of `jaxllm.config.remat` does not keep is computed again when it is needed. No policy keeps what is
 cheaper to make than to store: norms' statistics, activation functions, dtype conversions, gathered weights.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.remat_policy import RematPolicy
+from jaxllm.config.remat import RematPolicy
 
 Block = Callable[..., Any]
 

@@ -28,7 +28,7 @@ class ParamSpec:
 
     Attributes:
       shape: of the whole array, over all devices.
-      axes: a logical axis for each dimension (`jaxllm.mesh` maps them to mesh axes).
+      axes: a logical axis for each dimension (`jaxllm.parallel.mesh` maps them to mesh axes).
       role: what the array is to the model; decides weight decay and Muon's choice of matrices.
       init: "normal" | "zeros" | "ones".
       scale: standard deviation, where init is "normal".

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import Architecture
+from jaxllm.config.remat import RematPolicy
 from jaxllm.model.attention import LayerCache
-from jaxllm.model.partition import Partition
 from jaxllm.model.remat import group_size, rematerialize
-from jaxllm.remat_policy import RematPolicy
+from jaxllm.parallel.collectives import Partition
 
 Params = dict[str, Any]
 # (x, layer's weights, kind, its cache) -> (x, the cache written, load-balancing loss)

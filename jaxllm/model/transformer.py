@@ -5,13 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.attention_choice import PLAIN, Attention
 from jaxllm.config import Architecture
+from jaxllm.config.attention import PLAIN, Attention
+from jaxllm.config.remat import RematPolicy
 from jaxllm.model import layers, stack
 from jaxllm.model.attention import LayerCache, Span
 from jaxllm.model.block import block
-from jaxllm.model.partition import WHOLE, Partition
-from jaxllm.remat_policy import RematPolicy
+from jaxllm.parallel.collectives import WHOLE, Partition
 
 Params = dict[str, Any]
 # Every product's result waits for the backward pass.

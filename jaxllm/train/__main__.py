@@ -19,10 +19,10 @@ from rich.console import Console
 
 from jaxllm import commandline
 from jaxllm.errors import RunError, UserError
-from jaxllm.train import distributed
-from jaxllm.train.distributed import Job
-from jaxllm.train.loop import Trainer
-from jaxllm.train.watch import Watch
+from jaxllm.job import distributed
+from jaxllm.job.distributed import Job
+from jaxllm.job.watchdog import Watch
+from jaxllm.train.trainer import Trainer
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; by default runs/<name of the config file>.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One process of a job that the cluster's environment describes.")

@@ -15,14 +15,16 @@ from typing import Any
 
 import jax
 
-from jaxllm import architectures, config_tree, hardware, mesh
+from jaxllm import architectures
 from jaxllm import config as config_lib
-from jaxllm.config import Config
-from jaxllm.ledger import absent, collectives, compiled, hlo, products, tpu_report
-from jaxllm.ledger.collectives import Collective
-from jaxllm.ledger.products import Products
+from jaxllm.config import Config, overrides
+from jaxllm.hardware import detect
+from jaxllm.ledger.compiled import absent, attached, collectives, hlo, matmuls, tpu_report
+from jaxllm.ledger.compiled.collectives import Collective
+from jaxllm.ledger.compiled.matmuls import Products
+from jaxllm.ledger.compiled.task_programs import programs_of
 from jaxllm.ledger.rows import Unknown
-from jaxllm.ledger.tasks import programs_of
+from jaxllm.parallel import mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Found:
 
     @functools.cached_property
     def products(self) -> Products:
-        return products.products(self.module)
+        return matmuls.products(self.module)
 
     def volume(self, *ops: str) -> int:
         """Elements sent by one device in collectives of these operations; in the ZeRO paper's count."""
@@ -63,13 +65,13 @@ def train_step(config: Config, device: str, quick: bool = False) -> Found:
       quick: a TPU's compiler is told to search for fast code little. Its collectives, what is donated and the
         arguments stay the same, for a fifth of the time; temporaries do not, so that they are Unknown.
     """
-    return _train_step(json.dumps(config_tree.to_dict(config), sort_keys=True), device, quick)
+    return _train_step(json.dumps(overrides.to_dict(config), sort_keys=True), device, quick)
 
 
 @functools.cache
 def _train_step(config_json: str, name: str, quick: bool) -> Found:
-    config = config_tree.from_dict(json.loads(config_json))
-    device = hardware.named(name)
+    config = overrides.from_dict(json.loads(config_json))
+    device = detect.named(name)
     model = architectures.resolve_config(config)
     program = programs_of(config, model, device.platform, absent.abstract_mesh(config), None)["train_step"]
     count = math.prod(mesh.sizes(config.mesh).values())
@@ -81,7 +83,7 @@ def _train_step(config_json: str, name: str, quick: bool) -> Found:
             options |= {"exec_time_optimization_effort": -1.0} if quick else {}
         executable = absent.compile_for(program, target, count, options)
         # A TPU's own analysis is of no use where arguments are donated; see `ledger.tpu_report`.
-        figures = compiled.figures(executable) | tpu_report.figures(pathlib.Path(folder))
+        figures = attached.figures(executable) | tpu_report.figures(pathlib.Path(folder))
     if options.get("exec_time_optimization_effort"):
         figures |= dict.fromkeys(("temps", "peak"), Unknown("compiled in a hurry"))
     return Found(program.inputs, figures, executable.as_text())

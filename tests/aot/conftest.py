@@ -2,6 +2,6 @@
 
 import os
 
-from jaxllm.ledger import absent
+from jaxllm.ledger.compiled import absent
 
 os.environ.update(absent.QUIET)

@@ -11,11 +11,16 @@ import runs
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxllm import architectures, hardware, programs
-from jaxllm.ledger import absent, compiled, compute, dataflow, rows, setting
-from jaxllm.ledger.inference import inference
+from jaxllm import architectures, programs
+from jaxllm.hardware import detect
+from jaxllm.ledger import rows
+from jaxllm.ledger.compiled import absent, attached
+from jaxllm.ledger.compiled.task_programs import programs_of
+from jaxllm.ledger.formula import flops
+from jaxllm.ledger.formula.exact import block_graph
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import Unknown
-from jaxllm.ledger.tasks import programs_of
 from jaxllm.model import specs
 from jaxllm.programs import Program
 
@@ -67,12 +72,12 @@ def test_flops_are_the_formula_s(device):
     model = architectures.resolve_config(QUICKSTART)
     plain = absent_programs.quickstart(attention_implementation="xla")
     found = absent_programs.train_step(plain, device, quick=True)
-    assert found.products.flops == pytest.approx(compute.train_step(model, plain, "bf16").flops, rel=0.02)
+    assert found.products.flops == pytest.approx(flops.train_step(model, plain, "bf16").flops, rel=0.02)
     assert not found.products.unknown_loops
     found = absent_programs.train_step(QUICKSTART, device)
-    settled = setting.make(model, QUICKSTART, "bf16", hardware.named(device).platform)
-    in_kernels = model.layers * 9 * dataflow.block(settled).values["attn_kernel"].flops // 2
-    assert found.products.flops == pytest.approx(compute.step(settled).flops - in_kernels, rel=0.02)
+    settled = setting.make(model, QUICKSTART, "bf16", detect.named(device).platform)
+    in_kernels = model.layers * 9 * block_graph.block(settled).values["attn_kernel"].flops // 2
+    assert found.products.flops == pytest.approx(flops.step(settled).flops - in_kernels, rel=0.02)
     assert list(found.products.uncounted.values()) == [3 * model.layers]
 
 
@@ -89,37 +94,37 @@ def test_llama3_8b_on_h100():
     found = absent_programs.train_step(config, "h100")
     assert parameters(config) == 8_030_261_248
     assert 0 <= found.figures["arguments"] - expected_arguments(config) < 100
-    assert found.figures["peak"] > hardware.named("h100").memory_bytes
+    assert found.figures["peak"] > detect.named("h100").memory_bytes
     assert 0 <= found.volume("all-reduce") - 2 * 8_030_261_248 < 200
 
 
 def test_llama3_8b_on_v5e_is_refused_as_a_result():
     config = absent_programs.llama3_8b()
-    device = hardware.named("v5e")
+    device = detect.named("v5e")
     model = architectures.resolve_config(config)
     (program,) = programs_of(config, model, device.platform, absent.abstract_mesh(config), None).values()
-    found = compiled.inspect(lambda: absent.compile_for(program, device.compile_target, 8))
+    found = attached.inspect(lambda: absent.compile_for(program, device.compile_target, 8))
     assert found.refused.startswith("RESOURCE_EXHAUSTED")
     assert found.figures["peak"] > 12 * 8_030_261_248
     assert isinstance(found.figures["temps"], Unknown)
 
 
-@pytest.mark.parametrize("name", hardware.DEVICES)
+@pytest.mark.parametrize("name", detect.DEVICES)
 def test_every_device_of_the_table_is_one_that_compilers_know(name):
     square = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     program = Program("product", jax.jit(lambda a, b: a @ b), (square, square), ())
-    found = compiled.figures(absent.compile_for(program, hardware.named(name).compile_target, 1))
+    found = attached.figures(absent.compile_for(program, detect.named(name).compile_target, 1))
     assert (found["arguments"], found["outputs"]) == (2 * 256 * 256 * 2, 256 * 256 * 2)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, device) in hardware.DEVICES.items() if device.platform == "tpu"])
+@pytest.mark.parametrize("name", [name for name, (_, device) in detect.DEVICES.items() if device.platform == "tpu"])
 def test_a_tpu_has_the_memory_that_its_compiler_lets_a_program_have(name):
-    device = hardware.named(name)
+    device = detect.named(name)
 
     def compiles(size):
         rows = jax.ShapeDtypeStruct((size // 2048, 1024), jnp.bfloat16)
         program = Program("head", jax.jit(lambda a: a[:8] * 2), (rows,), ())
-        return not compiled.inspect(lambda: absent.compile_for(program, device.compile_target, 1)).refused
+        return not attached.inspect(lambda: absent.compile_for(program, device.compile_target, 1)).refused
 
     assert compiles(device.memory_bytes)
     assert not compiles(device.memory_bytes + 2**24)
@@ -145,7 +150,7 @@ def moved(mesh, back):
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 def test_what_is_in_host_memory_is_counted_there(device, back):
     program = moved(AbstractMesh((8,), ("data",)), back)
-    found = compiled.figures(absent.compile_for(program, hardware.named(device).compile_target, 8))
+    found = attached.figures(absent.compile_for(program, detect.named(device).compile_target, 8))
     assert (found["host_arguments"], found["host_aliases"]) == (4096, 4096 * back)
     assert found["arguments"] == 8192
     assert found["temps"] >= 4096 * back  # the copy on the device, where it is not the output
@@ -153,10 +158,10 @@ def test_what_is_in_host_memory_is_counted_there(device, back):
 
 def test_a_mesh_of_cuda_devices_would_forget_host_memory():
     """The fault that the abstract mesh avoids; when JAX mends it, `compile_for` can be simpler."""
-    devices = topologies.get_topology_desc(**hardware.named("h100").compile_target.topology(8)).devices
+    devices = topologies.get_topology_desc(**detect.named("h100").compile_target.topology(8)).devices
     program = moved(Mesh(devices, ("data",)), back=False)
     assert program.inputs[0].sharding.memory_kind is None
-    found = compiled.figures(program.compile())
+    found = attached.figures(program.compile())
     assert (found["host_arguments"], found["arguments"]) == (0, 12288)
 
 
@@ -203,7 +208,7 @@ def test_the_command_compiles_sampling():
     ],
 )
 def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device):
-    model, named = architectures.ARCHITECTURES[name], hardware.named(device)
+    model, named = architectures.ARCHITECTURES[name], detect.named(device)
     target = absent.require_compiler(named.name, named.compile_target)
     figures = absent.inspection_for(programs.decode(model, batch, 8, context, jnp.bfloat16), target, 1).figures
     platform = "gpu" if device == "h100" else "tpu"
@@ -215,7 +220,7 @@ def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device
 @pytest.mark.parametrize(("phase", "near"), [(rows.DECODE, 2e-3), (rows.PREFILL, 0.02)])
 def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
     """State to the byte; a chunk of prompts attends to one layer's keys and values as they compute."""
-    model, named = architectures.ARCHITECTURES["smollm2-360m"], hardware.named("h100")
+    model, named = architectures.ARCHITECTURES["smollm2-360m"], detect.named("h100")
     batch, context, chunk = 4, 2048, 128
     made, width = (programs.decode, 8) if phase == rows.DECODE else (programs.prefill, chunk)
     program = made(model, batch, width, context, jnp.bfloat16, jnp.int8)
@@ -236,7 +241,7 @@ def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
 )
 def test_a_chunk_of_prompts_on_a_tpu_needs_what_the_ledger_says(name, layers, batch, context, chunk, cache):
     model = dataclasses.replace(architectures.ARCHITECTURES[name], vocab_size=1024, layers=layers)
-    device = hardware.named("v5e")
+    device = detect.named("v5e")
     held = jnp.int8 if cache == "int8" else jnp.bfloat16
     program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, held, turned=True)
     figures = absent.inspection_for(program, absent.require_compiler(device.name, device.compile_target), 1).figures

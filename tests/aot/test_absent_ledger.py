@@ -4,7 +4,7 @@ import absent_programs
 import pytest
 
 from jaxllm import architectures
-from jaxllm.ledger import compute, memory
+from jaxllm.ledger.formula import flops, training_memory
 
 # Stage 0 does not fit: XLA would make more of it again than the policy says.
 CASES = {
@@ -21,6 +21,6 @@ def test_peak_and_work_of_a_training_step(case):
     config.precision.policy = "bf16"
     found = absent_programs.train_step(config, "h200")
     model = architectures.resolve_config(config)
-    ledger = memory.training(model, config, "bf16", "gpu")
+    ledger = training_memory.training(model, config, "bf16", "gpu")
     assert ledger.peak_bytes == pytest.approx(found.figures["peak"], rel=0.05)
-    assert compute.train_step(model, config, "bf16", "gpu").flops == found.products.flops
+    assert flops.train_step(model, config, "bf16", "gpu").flops == found.products.flops

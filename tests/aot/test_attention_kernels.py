@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllm import hardware
+from jaxllm.hardware import detect
 from jaxllm.kernels import reference
-from jaxllm.kernels.flash_attention import flash_attention
-from jaxllm.kernels.flash_blocks import Tile, Tiles, tiles_for
-from jaxllm.ledger import absent, compiled, tpu_report
+from jaxllm.kernels.flash.api import flash_attention
+from jaxllm.kernels.flash.tile_sizes import Tile, Tiles, tiles_for
+from jaxllm.ledger.compiled import absent, attached, tpu_report
 from jaxllm.programs import Program
 
 GPUS = ["a100-80gb", "h100", "b200"]
@@ -59,7 +59,7 @@ def figures(name, head_dim, length=LENGTH, rule="rich", dtype="bfloat16", blocks
 
 @functools.cache
 def compiled_once(name, head_dim, length, rule, dtype, blocks):
-    device = hardware.named(name)
+    device = detect.named(name)
     target = absent.require_compiler(device.name, device.compile_target)
     platform = "tpu" if target.platform == "tpu" else "gpu"
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def compiled_once(name, head_dim, length, rule, dtype, blocks):
             options["xla_backend_optimization_level"] = 3
         made = program(platform, head_dim, length, rule, dtype, blocks=blocks)
         executable = absent.compile_for(made, target, 1, options)
-        found, told = compiled.figures(executable), tpu_report.figures(pathlib.Path(folder))
+        found, told = attached.figures(executable), tpu_report.figures(pathlib.Path(folder))
         # A TPU's report has the outputs among what is not an argument; its own analysis leaves out vector memory.
         temps = told["temps"] - found["outputs"] if told else found["temps"]
         return temps, spills(pathlib.Path(folder))
@@ -158,7 +158,7 @@ def test_the_reference_s_memory_grows_with_the_square():
             return reference.attention(q, k, v, mask, scale=0.1, softcap=0.0, named=False)
 
         made = Program("reference", jax.jit(run), (q, k, k, mask), ())
-        return compiled.figures(absent.compile_for(made, hardware.named("h100").compile_target, 1))["temps"]
+        return attached.figures(absent.compile_for(made, detect.named("h100").compile_target, 1))["temps"]
 
     assert temps(2048) > 3 * temps(1024)
 

@@ -7,8 +7,9 @@ import re
 import absent_programs
 import pytest
 
-from jaxllm import architectures, hardware
-from jaxllm.ledger import memory
+from jaxllm import architectures
+from jaxllm.hardware import detect
+from jaxllm.ledger.formula import training_memory
 
 LENGTH = 1024
 KERNELS = ["flash_attention", "flash_attention_dkv", "flash_attention_dq"]
@@ -85,8 +86,10 @@ def test_memory_grows_with_the_length_alone():
             config.model.context_length = LENGTH
             found = absent_programs.train_step(config, "h100")
             peaks[implementation, length] = found.figures["peak"]
-            platform = hardware.named("h100").platform
-            formula = memory.training(architectures.resolve_config(config), config, "bf16", platform).peak_bytes
+            platform = detect.named("h100").platform
+            formula = training_memory.training(
+                architectures.resolve_config(config), config, "bf16", platform
+            ).peak_bytes
             assert formula == pytest.approx(found.figures["peak"], rel=0.1), (implementation, length)
     assert peaks["pallas", 1024] == pytest.approx(peaks["pallas", 512], rel=0.02)
     assert peaks["xla", 1024] > 1.05 * peaks["xla", 512]

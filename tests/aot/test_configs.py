@@ -8,10 +8,12 @@ import runpy
 import absent_programs
 import pytest
 
-from jaxllm import architectures, hardware, mesh
+from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.ledger import memory
+from jaxllm.hardware import detect
+from jaxllm.ledger.formula import training_memory
 from jaxllm.ledger.rows import format_bytes
+from jaxllm.parallel import mesh
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 TARGETS = [
@@ -42,8 +44,10 @@ def test_every_configuration_has_a_target():
 @pytest.mark.parametrize(("name", "device", "overrides"), TARGETS)
 def test_it_compiles_and_fits(name, device, overrides):
     config = load(name, overrides)
-    target = hardware.named(device)
-    ledger = memory.training(architectures.resolve_config(config), config, config.precision.policy, target.platform)
+    target = detect.named(device)
+    ledger = training_memory.training(
+        architectures.resolve_config(config), config, config.precision.policy, target.platform
+    )
     found = absent_programs.train_step(config, device)
     capacity, peak = target.memory_bytes, found.figures["peak"]
     told = f"{name}: formula {format_bytes(ledger.peak_bytes)}, XLA {format_bytes(peak)}, has {format_bytes(capacity)}"

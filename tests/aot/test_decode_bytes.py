@@ -9,9 +9,10 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from jaxllm import architectures, hardware, programs
+from jaxllm import architectures, programs
 from jaxllm.decode import generate, sampling
-from jaxllm.ledger import absent
+from jaxllm.hardware import detect
+from jaxllm.ledger.compiled import absent
 from jaxllm.model import layer_cache
 from jaxllm.model.specs import parameter_count
 
@@ -29,7 +30,7 @@ def greedy(monkeypatch):
 
 def compiled(model, made=programs.decode, width=8, cache=jnp.bfloat16, turned=True):
     """(bytes accessed, temporaries, bytes of the cache)."""
-    device = hardware.named("v5e")
+    device = detect.named("v5e")
     program = made(model, BATCH, width, CAPACITY, jnp.bfloat16, cache, turned)
     target = absent.require_compiler(device.name, device.compile_target)
     executable = absent.compile_for(program, target, 1)

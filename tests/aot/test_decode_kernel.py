@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllm import hardware
-from jaxllm.kernels import decode_attention as decode_lib
-from jaxllm.kernels import decode_gpu
-from jaxllm.ledger import absent
+from jaxllm.hardware import detect
+from jaxllm.kernels.decode import api as decode_lib
+from jaxllm.kernels.decode import gpu as decode_gpu
+from jaxllm.ledger.compiled import absent
 from jaxllm.programs import Program
 
 GPUS, TPUS = ["a100-80gb", "h100", "b200"], ["v5e", "v5p"]
@@ -42,7 +42,7 @@ def program(shape, platform):
 
 @functools.cache
 def compiled(shape, device):
-    named = hardware.named(device)
+    named = detect.named(device)
     target = absent.require_compiler(named.name, named.compile_target)
     return absent.compile_for(program(shape, named.platform), target, 1)
 
@@ -80,7 +80,7 @@ def test_one_layer_of_the_stack_is_read(shape, device):
 
 def test_a_copy_of_the_cache_would_be_caught():
     """A layer taken out of the stack before the kernel is a copy of it."""
-    named = hardware.named("h100")
+    named = detect.named("h100")
     target = absent.require_compiler(named.name, named.compile_target)
     whole = program("llama", "gpu")
 

@@ -14,9 +14,9 @@ from suite import attention, bandwidth, ours, rivals, tune
 from suite.cells import grid
 from suite.correctness import decode_program, flash_program
 
-from jaxllm import hardware
-from jaxllm.kernels.flash_blocks import Tile, tiles_for
-from jaxllm.ledger import absent
+from jaxllm.hardware import detect
+from jaxllm.kernels.flash.tile_sizes import Tile, tiles_for
+from jaxllm.ledger.compiled import absent
 from jaxllm.programs import Program
 
 
@@ -27,7 +27,7 @@ def _as_on_a_gpu(monkeypatch):
 
 def compiles(jitted, arguments, name="h100"):
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    device = hardware.named(name)
+    device = detect.named(name)
     target = absent.require_compiler(device.name, device.compile_target)
     return absent.compile_for(Program("suite", jitted, inputs, ()), target, 1)
 

@@ -12,14 +12,14 @@ import pytest
 PROGRAM = """
 import json, sys
 from test_attention_kernels import program
-from jaxllm import hardware
-from jaxllm.kernels.flash_blocks import Tile, Tiles
-from jaxllm.ledger import absent, compiled
-target = absent.require_compiler("h100", hardware.named("h100").compile_target)
+from jaxllm.hardware import detect
+from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
+from jaxllm.ledger.compiled import absent, attached
+target = absent.require_compiler("h100", detect.named("h100").compile_target)
 for head_dim, rule, dtype, length, tile in json.loads(sys.argv[1]):
     blocks = tile and Tiles(Tile(*tile), Tile(32, 32), Tile(32, 32))
     made = program("gpu", head_dim, length, rule, dtype, backend="mosaic_gpu", blocks=blocks)
-    print(json.dumps(compiled.figures(absent.compile_for(made, target, 1))["temps"]), file=sys.stderr)
+    print(json.dumps(attached.figures(absent.compile_for(made, target, 1))["temps"]), file=sys.stderr)
 """
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.ledger import memory
-from jaxllm.ledger.collectives import Collective
+from jaxllm.ledger.compiled.collectives import Collective
+from jaxllm.ledger.formula import training_memory
 from jaxllm.model.specs import parameter_count
 
 STAGES = (0, 1, 2, 3)
@@ -163,7 +163,7 @@ def test_argument_bytes_are_the_ledgers(zero, devices):
     config = small(zero, train_batch_size=1024)
     config.mesh.data, config.model.layers = devices, 2
     found = absent_programs.train_step(config, "h100")
-    ledger = memory.training(architectures.resolve_config(config), config, "bf16", "gpu")
+    ledger = training_memory.training(architectures.resolve_config(config), config, "bf16", "gpu")
     batch = 5 * 4 * config.train.batch_size * config.data.sequence_length // devices
     assert found.figures["arguments"] == ledger.persistent_bytes + batch
 
@@ -175,7 +175,7 @@ def test_no_layers_weights_stay_gathered():
         config = small(3, remat_policy="full")
         config.model.layers = layers
         model = architectures.resolve_config(config)
-        ledger = memory.training(model, config, "bf16", "gpu")
+        ledger = training_memory.training(model, config, "bf16", "gpu")
         (gathered,) = [row.bytes_per_device for row in ledger.rows if row.name == "gathered layer"]
         return absent_programs.train_step(config, "h100").figures["peak"], ledger.peak_bytes, gathered
 

@@ -13,7 +13,7 @@ from jaxllm import programs
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import generate, state, weights
 from jaxllm.decode.sampling import SamplingOptions, make_params
-from jaxllm.kernels import decode_slots
+from jaxllm.kernels.decode import slots as decode_slots
 from jaxllm.model import layer_cache, specs, transformer
 
 CAPACITY = 64

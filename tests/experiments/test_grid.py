@@ -10,7 +10,7 @@ import runs
 
 from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.ledger import memory
+from jaxllm.ledger.formula import training_memory
 
 RESULTS = runs.ROOT / "experiments" / "results"
 
@@ -52,7 +52,7 @@ def test_without_its_own_rules_the_formula_is_off():
         config = grid.configured(grid.overrides(result.cell.config) | {"attention.implementation": "xla"})
         config.remat.policy = config.remat.policy.replace(",attn_lse", "")
         model = architectures.resolve_config(config)
-        peak = memory.training(model, config, config.precision.policy, "gpu").peak_bytes
+        peak = training_memory.training(model, config, config.precision.policy, "gpu").peak_bytes
         over.append(peak / result.formula - 1)
     assert sorted(over)[len(over) // 2] > 0.05
 

@@ -16,11 +16,12 @@ import time
 import jax
 import numpy as np
 
-from jaxllm import architectures, mesh, programs
+from jaxllm import architectures, programs
+from jaxllm.checkpoints import open_any
 from jaxllm.config import Config, MeshConfig
 from jaxllm.interop import opening, rules
 from jaxllm.model import specs
-from jaxllm.train import start
+from jaxllm.parallel import mesh
 
 
 def own_memory() -> int:
@@ -86,7 +87,7 @@ def main(model: str, dtype: str, way: str, fault: str = "") -> None:
         if jax.device_count() > 1:
             config.mesh.data, config.mesh.zero = jax.device_count(), 3
             config.train.batch_size = 8
-        made = start.prepare(config, pathlib.Path(tempfile.gettempdir()) / "no such run").config
+        made = open_any.prepare(config, pathlib.Path(tempfile.gettempdir()) / "no such run").config
         over = mesh.make_mesh(made.mesh)
         recipe = programs.make_recipe(made, architectures.resolve_config(made), "cpu")
 

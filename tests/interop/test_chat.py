@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxllm.decode import engine
+from jaxllm.engine import generator
 from jaxllm.errors import UserError
 from jaxllm.interop.chat import ChatTokenizer, render, turns
 from jaxllm.interop.tokenizer import ByteTokenizer, FileTokenizer
@@ -106,7 +106,7 @@ def test_there_is_one_begin_token_whoever_writes_it(template, tokenizer):
     assert ids.count(tokenizer.bos_id) == 1
     assert ids == ChatTokenizer(tokenizer).encode(say(CHATML)).tolist()
     room = dataclasses.replace(small.ROTARY, context_length=1024, vocab_size=512)
-    assert engine.encode(say(template), chat, room).tolist() == ids  # the generator puts no other in front
+    assert generator.encode(say(template), chat, room).tolist() == ids  # the generator puts no other in front
     # The fault: a template's begin token, and the tokenizer's before it.
     naive = [tokenizer.bos_id, *tokenizer.encode(say("{{ bos_token }}" + CHATML), special=True).tolist()]
     assert naive.count(tokenizer.bos_id) == 2

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxllm import mesh as mesh_lib
 from jaxllm.config import MeshConfig
 from jaxllm.errors import UserError
 from jaxllm.interop import rules
 from jaxllm.interop.huggingface import folder_rules
 from jaxllm.model import specs
+from jaxllm.parallel import mesh as mesh_lib
 
 CASES = sorted(folders.FAMILIES)
 

@@ -9,9 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels import decode_attention as decode_lib
-from jaxllm.kernels import decode_gpu, decode_int8, decode_slots, decode_write_tpu
-from jaxllm.kernels.decode_attention import decode_attention
+from jaxllm.kernels.decode import api as decode_lib
+from jaxllm.kernels.decode import (
+    gpu as decode_gpu,
+)
+from jaxllm.kernels.decode import (
+    int8 as decode_int8,
+)
+from jaxllm.kernels.decode import (
+    slots as decode_slots,
+)
+from jaxllm.kernels.decode import (
+    write_tpu as decode_write_tpu,
+)
+from jaxllm.kernels.decode.api import decode_attention
 
 LAYER, LAYERS = 1, 2
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}

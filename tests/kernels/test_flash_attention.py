@@ -9,10 +9,13 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.errors import UserError
-from jaxllm.kernels import flash_spans, flash_tpu, flash_triton, reference
-from jaxllm.kernels.flash_attention import flash_attention
-from jaxllm.kernels.flash_blocks import Tile, Tiles
-from jaxllm.kernels.flash_tile import Rule, blocks_of
+from jaxllm.kernels import reference
+from jaxllm.kernels.flash import spans as flash_spans
+from jaxllm.kernels.flash import tpu as flash_tpu
+from jaxllm.kernels.flash import triton as flash_triton
+from jaxllm.kernels.flash.api import flash_attention
+from jaxllm.kernels.flash.tile import Rule, blocks_of
+from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 KEY_HEADS = 2

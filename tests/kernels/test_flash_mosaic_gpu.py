@@ -11,10 +11,11 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # public under n
 from test_flash_attention import LIMIT, draw, errors, exact, seen
 
 from jaxllm.errors import UserError
-from jaxllm.kernels import flash_mosaic_gpu, flash_triton
-from jaxllm.kernels.flash_attention import flash_attention
-from jaxllm.kernels.flash_blocks import Tile, Tiles
-from jaxllm.kernels.flash_tile import Inputs, Rule
+from jaxllm.kernels.flash import mosaic_gpu as flash_mosaic_gpu
+from jaxllm.kernels.flash import triton as flash_triton
+from jaxllm.kernels.flash.api import flash_attention
+from jaxllm.kernels.flash.tile import Inputs, Rule
+from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 SMALL = Tile(128, 64, 8, 2)
 BLOCKS = Tiles(SMALL, Tile(64, 64), Tile(64, 64))

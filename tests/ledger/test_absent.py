@@ -14,12 +14,16 @@ import pytest
 import runs
 from rich.console import Console
 
-from jaxllm import architectures, hardware, mesh
+from jaxllm import architectures
 from jaxllm.config import Config
 from jaxllm.errors import RunError, UserError
-from jaxllm.ledger import absent, compiled, report, rows, tasks
-from jaxllm.ledger.compiled import Inspection
+from jaxllm.hardware import detect
+from jaxllm.ledger import rows
+from jaxllm.ledger.compiled import absent, attached, task_programs
+from jaxllm.ledger.compiled.attached import Inspection
+from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import Ledger, Unknown
+from jaxllm.parallel import mesh
 
 QUICKSTART = ("--config", "configs/quickstart.py", "--config.model.layers=1", "--config.optimizer.name=sgd")
 
@@ -78,8 +82,8 @@ def test_an_abstract_mesh_compiles_to_what_a_mesh_of_devices_does(monkeypatch):
     model = architectures.resolve(tiny.model)
 
     def inspected(over, compile_):
-        (program,) = tasks.programs_of(tiny, model, "cpu", over, None).values()
-        return dataclasses.replace(compiled.inspect(lambda: compile_(program)), seconds=0.0)
+        (program,) = task_programs.programs_of(tiny, model, "cpu", over, None).values()
+        return dataclasses.replace(attached.inspect(lambda: compile_(program)), seconds=0.0)
 
     afar = inspected(absent.abstract_mesh(tiny), lambda program: absent.compile_for(program, here, 8))
     near = inspected(mesh.make_mesh(tiny.mesh), lambda program: program.compile())
@@ -99,7 +103,7 @@ def compilers(monkeypatch):
 
 
 def test_the_child_s_answers(compilers, monkeypatch):
-    told = compiled.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5)
+    told = attached.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5)
     monkeypatch.setattr(subprocess, "run", child(json.dumps({"programs": {"train_step": told.to_json()}})))
     assert absent.inspect(config(data=8), "v5e", 8) == {"train_step": told}
     monkeypatch.setattr(subprocess, "run", child(json.dumps({"error": "no"})))
@@ -122,7 +126,7 @@ def test_the_command_bills_a_named_device():
     assert (told["device"], told["count"], told["capacity_bytes"]) == (
         "H200 SXM",
         8,
-        hardware.named("h200").memory_bytes,
+        detect.named("h200").memory_bytes,
     )
     assert told["compute"]["bound"] in ("compute", "bandwidth")
     assert told["columns"]["compiled"] == {"unknown": "not measured: nothing was traced, compiled or run"}
@@ -160,7 +164,7 @@ def test_the_command_for_people_fits_a_hundred_columns():
 
 
 LEDGER = Ledger("train", "m", 5, "d", 8, (rows.row("weights", "weights", rows.PERSISTENT, "1", 110),), 1000)
-FIGURES = dict.fromkeys(compiled.NAMES, 0) | {"arguments": 60, "temps": 40, "peak": 100, "flops": Unknown("no flops")}
+FIGURES = dict.fromkeys(attached.NAMES, 0) | {"arguments": 60, "temps": 40, "peak": 100, "flops": Unknown("no flops")}
 GATHER = {
     "op": "all-gather",
     "dtype": "bf16",
@@ -178,7 +182,7 @@ PRODUCTS = {"flops": 10**12, "count": 3, "uncounted": {"ragged-dot": 2}, "unknow
 
 def shown(inspection, ledger=LEDGER):
     out = io.StringIO()
-    report.show_inspection("train_step", inspection, ledger, Console(file=out, width=100))
+    terminal.show_inspection("train_step", inspection, ledger, Console(file=out, width=100))
     assert max(map(len, out.getvalue().splitlines())) <= 100
     return " ".join(out.getvalue().split())
 
@@ -204,7 +208,7 @@ def test_what_is_not_known_of_a_compiled_program_is_said():
 
 
 def test_a_refusal_for_people():
-    text = shown(compiled.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5))
+    text = shown(attached.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5))
     assert (
         text == "train_step, compiled: does not fit. The compiler's words: RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm."
     )

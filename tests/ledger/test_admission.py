@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import models
 import pytest
 
-from jaxllm import hardware
-from jaxllm.decode.engine import Generator
-from jaxllm.decode.request import Request
 from jaxllm.decode.sampling import SamplingOptions
+from jaxllm.engine.generator import Generator
+from jaxllm.engine.request import Request
 from jaxllm.errors import UserError
+from jaxllm.hardware import detect
 from jaxllm.interop.tokenizer import ByteTokenizer
-from jaxllm.ledger.sampling_bill import SamplingBill
+from jaxllm.ledger.runtime.sampling import SamplingBill
 from jaxllm.model import specs
 
 MODEL = dataclasses.replace(models.ROTARY, vocab_size=260, context_length=262_144)
@@ -21,7 +21,7 @@ GREEDY = Request(max_new_tokens=4, sampling=SamplingOptions(temperature=0.0))
 
 
 def billed(batch: int, context: int, memory: int) -> SamplingBill:
-    device = dataclasses.replace(hardware.named("h100"), platform="cpu", memory_bytes=memory)
+    device = dataclasses.replace(detect.named("h100"), platform="cpu", memory_bytes=memory)
     return SamplingBill("tiny", MODEL, batch, context, 8, device, 0)
 
 

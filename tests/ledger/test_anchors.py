@@ -12,11 +12,13 @@ import pytest
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
-from jaxllm.ledger import compute, rows, setting, trace
-from jaxllm.ledger.dataflow import BLOCK_INPUT
-from jaxllm.ledger.memory import training
+from jaxllm.ledger import rows, trace
+from jaxllm.ledger.formula import flops as compute
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT
+from jaxllm.ledger.formula.fitted.train.parts import gradient_numbers
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY, PERSISTENT, UPDATE, Ledger
-from jaxllm.ledger.xla.parts import gradient_numbers
 from jaxllm.model.specs import parameter_count
 
 SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 512}

@@ -5,11 +5,13 @@ import dataclasses
 import models
 import pytest
 
-from jaxllm import mesh, programs
+from jaxllm import programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
-from jaxllm.ledger import collectives, communication, hlo
+from jaxllm.ledger.compiled import collectives, hlo
+from jaxllm.ledger.formula import communication
 from jaxllm.model.specs import parameter_count
+from jaxllm.parallel import mesh
 
 SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 512}
 TIED = dataclasses.replace(models.ROTARY, **SIZES)

@@ -5,9 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxllm import hardware
 from jaxllm.config import Config
-from jaxllm.ledger import comparison, report, request, view, words
+from jaxllm.hardware import detect
+from jaxllm.ledger import request
+from jaxllm.ledger.report import comparison, groups, sentences, terminal
 from jaxllm.ledger.request import Request
 from jaxllm.ledger.rows import BACKWARD, DECODE, PERSISTENT, Ledger, Row, Unknown, format_bytes
 
@@ -67,22 +68,22 @@ def real(name="llama3.2-1b", **mesh) -> Request:
     config.model.name, config.data.sequence_length = name, 1024
     for axis, size in mesh.items():
         setattr(config.mesh, axis, size)
-    return Request(config, hardware.named("h100"), None, 4, 2048, 128)
+    return Request(config, detect.named("h100"), None, 4, 2048, 128)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "gemma2-2b"])
 def test_groups_sum_to_the_peak_and_phases_to_theirs(name):
     for ledger in (request.train(real(name, data=8, zero=3)), request.infer(real(name) if name != "gpt2" else real())):
-        assert sum(view.at_peak(ledger).values()) == ledger.peak_bytes
-        assert max(phase.total for phase in view.phases(ledger)) == ledger.peak_bytes
+        assert sum(groups.at_peak(ledger).values()) == ledger.peak_bytes
+        assert max(phase.total for phase in groups.phases(ledger)) == ledger.peak_bytes
         kinds = {row.kind for row in ledger.rows}
-        assert {"weights", "activations"} & {view.group_of(row) for row in ledger.rows}
+        assert {"weights", "activations"} & {groups.group_of(row) for row in ledger.rows}
         assert kinds, name
 
 
 def test_a_forgotten_kind_is_not_lost():
     odd = Ledger("train", "t", 1, "d", 1, (Row("x", "a new kind", PERSISTENT, 7, ""),), 10, COMPUTE)
-    assert view.at_peak(odd) == {view.REST: 7}
+    assert groups.at_peak(odd) == {groups.REST: 7}
 
 
 def test_a_training_run_has_no_cache_and_inference_no_gradients():
@@ -104,13 +105,13 @@ def test_tables_fit_the_terminal_and_cut_nothing(width):
     asked = real("gemma2-2b", data=8, zero=3)
     train, infer = request.train(asked), request.infer(asked)
     for text in (
-        shown(width, report.show_comparison, train, infer),
-        shown(width, report.show_bill, train, asked.device),
-        shown(width, report.show_bill, infer, asked.device),
+        shown(width, terminal.show_comparison, train, infer),
+        shown(width, terminal.show_bill, train, asked.device),
+        shown(width, terminal.show_bill, infer, asked.device),
     ):
         assert max(map(len, text.splitlines())) <= min(width, 100)
         assert "…" not in text
-    text = " ".join(shown(width, report.show_bill, train, asked.device).split())
+    text = " ".join(shown(width, terminal.show_bill, train, asked.device).split())
     for row in train.rows:
         if row.phase in (PERSISTENT, train.peak_phase):
             assert format_bytes(row.bytes_per_device) in text, row
@@ -118,12 +119,12 @@ def test_tables_fit_the_terminal_and_cut_nothing(width):
 
 
 def test_largest_rows_come_first():
-    assert [row.name for row in words.largest(TRAIN)] == ["m", "weights", "gradients"]
-    assert words.largest_first(TRAIN).startswith("Largest first: m 2.00 KiB (50%); weights 1.00 KiB (25%)")
+    assert [row.name for row in sentences.largest(TRAIN)] == ["m", "weights", "gradients"]
+    assert sentences.largest_first(TRAIN).startswith("Largest first: m 2.00 KiB (50%); weights 1.00 KiB (25%)")
 
 
 def test_the_verdict_has_both_numbers_the_margin_and_what_is_held_back():
     roomy = Ledger("train", "t", 1, "d", 1, TRAIN.rows, 8192)
-    assert words.verdict(roomy) == "fits: needs 4.00 KiB of 8.00 KiB (50.0%); 4.00 KiB free"
-    assert words.verdict(roomy, held_back=1024).endswith("free; 1.00 KiB more is held back by the backend")
-    assert words.verdict(INFER) == "Needs 1.25 KiB; whether that fits is unknown: nobody knows"
+    assert sentences.verdict(roomy) == "fits: needs 4.00 KiB of 8.00 KiB (50.0%); 4.00 KiB free"
+    assert sentences.verdict(roomy, held_back=1024).endswith("free; 1.00 KiB more is held back by the backend")
+    assert sentences.verdict(INFER) == "Needs 1.25 KiB; whether that fits is unknown: nobody knows"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllm.ledger.compiled import Inspection, figures, inspect, read
+from jaxllm.ledger.compiled.attached import Inspection, figures, inspect, read
 from jaxllm.ledger.rows import Unknown
 
 SIDE = 256

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import models
 import pytest
 
-from jaxllm import mesh, programs
+from jaxllm import programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config, MeshConfig, RematConfig
-from jaxllm.kernels.flash_attention import flash_attention
-from jaxllm.ledger import compute, hlo, products
+from jaxllm.kernels.flash.api import flash_attention
+from jaxllm.ledger.compiled import hlo, matmuls
+from jaxllm.ledger.formula import flops as compute
 from jaxllm.model import transformer
 from jaxllm.model.specs import abstract, param_specs, parameter_count
+from jaxllm.parallel import mesh
 
 
 def run(batch=8, length=64, remat="none", attention="xla") -> Config:
@@ -73,7 +75,7 @@ POLICIES = ("none", "full", "sqrt", "dots", "names:attn_context", "names:attn_pr
 def compiled_flops(model, config) -> int:
     recipe = programs.make_recipe(config, model, "cpu")
     program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
-    found = products.products(hlo.parse(program.compile().as_text()))
+    found = matmuls.products(hlo.parse(program.compile().as_text()))
     assert not found.uncounted
     assert not found.unknown_loops
     return found.flops
@@ -106,7 +108,7 @@ def test_experts_multiply_their_own_tokens(experts, each):
     config.precision.policy, config.optimizer.name = "fp32", "sgd"
     recipe = programs.make_recipe(config, model, "cpu")
     program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
-    found = products.products(hlo.parse(program.compile().as_text()))
+    found = matmuls.products(hlo.parse(program.compile().as_text()))
     # XLA counts a few sums over tokens as products beside.
     assert compute.train_step(model, config, "fp32", "cpu").flops == pytest.approx(found.flops, rel=0.005)
     dense = dataclasses.replace(model, experts=0, mlp_width=each * 128)
@@ -211,7 +213,7 @@ def test_muon_s_products_are_counted(experts):
     work = compute.train_step(model, config, "fp32", "cpu")
     recipe = programs.make_recipe(config, model, "cpu")
     program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
-    found = products.products(hlo.parse(program.compile().as_text()))
+    found = matmuls.products(hlo.parse(program.compile().as_text()))
     assert work.flops_of["optimizer"] > work.flops_of["forward"]
     assert work.flops == pytest.approx(found.flops, rel=0.001 if experts else 0)
 

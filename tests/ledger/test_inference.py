@@ -13,9 +13,11 @@ from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
 from jaxllm.decode import state as decode_state
 from jaxllm.errors import UserError
-from jaxllm.ledger import compiled, formats, trace
+from jaxllm.ledger import trace
+from jaxllm.ledger.compiled import attached
 from jaxllm.ledger.device import tree_bytes
-from jaxllm.ledger.inference import inference
+from jaxllm.ledger.formula.exact import formats
+from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import DECODE, PREFILL
 from jaxllm.model import transformer
 from jaxllm.model.specs import abstract, param_specs, parameter_count
@@ -82,7 +84,7 @@ def test_peaks_are_near_xlas(cell):
         PREFILL: programs.prefill(model, batch, chunk, capacity, jnp.float32),
         DECODE: programs.decode(model, batch, 8, capacity, jnp.float32),
     }
-    peaks = {phase: compiled.figures(program.compile())["peak"] for phase, program in made.items()}
+    peaks = {phase: attached.figures(program.compile())["peak"] for phase, program in made.items()}
     gaps = {phase: (ledger.persistent_bytes + ledger.phase_bytes(phase)) / peak - 1 for phase, peak in peaks.items()}
     assert max(map(abs, gaps.values())) < 0.12, gaps
 
@@ -94,7 +96,7 @@ def test_peaks_without_a_cache_are_near_xlas(cell):
     program = programs.decode_without_cache(model, batch, 8, capacity, jnp.float32)
     # What is spent on machine code changes no buffer.
     executable = program.jitted.lower(*program.inputs).compile(compiler_options={"xla_backend_optimization_level": 0})
-    peak = compiled.figures(executable)["peak"]
+    peak = attached.figures(executable)["peak"]
     if model.attention_softcap and JAX >= (0, 11):
         # Newer XLA writes out one more array of scores, which the formula, of 0.10, does not know.
         peak -= batch * model.heads * capacity**2 * 4
@@ -124,7 +126,7 @@ def test_scoring_a_prompt_against_the_reference():
         return jax.nn.log_softmax(transformer.logits(hidden, params, model))
 
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
-    found = compiled.figures(jax.jit(score).lower(abstract(param_specs(model), jnp.float32), ids).compile())
+    found = attached.figures(jax.jit(score).lower(abstract(param_specs(model), jnp.float32), ids).compile())
     with_, without = (
         inference(model, batch, 128, tokens, "fp32", "fp32", "", "cpu", scored) for scored in (True, False)
     )

@@ -8,8 +8,8 @@ import models
 import pytest
 
 from jaxllm import programs
-from jaxllm.ledger import inference_cpu
-from jaxllm.ledger.inference_pass import Pass
+from jaxllm.ledger.formula.fitted.infer import cpu as inference_cpu
+from jaxllm.ledger.formula.fitted.infer.forward_pass import Pass
 
 SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "heads": 8, "kv_heads": 2, "head_dim": 32, "mlp_width": 384}
 BASE = dataclasses.replace(models.ROTARY, **SIZES, context_length=4096)

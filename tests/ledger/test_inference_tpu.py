@@ -6,9 +6,12 @@ import models
 import numpy as np
 import pytest
 
-from jaxllm import architectures, hardware
-from jaxllm.ledger import inference_tpu, inference_tpu_attention, inference_tpu_pass, tiles
-from jaxllm.ledger.inference import inference
+from jaxllm import architectures
+from jaxllm.hardware import detect
+from jaxllm.ledger.formula.exact import tpu_tiles
+from jaxllm.ledger.formula.fitted.infer import tpu as inference_tpu
+from jaxllm.ledger.formula.fitted.infer import tpu_attention, tpu_pass
+from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import DECODE, PREFILL
 from jaxllm.model.specs import parameter_count
 
@@ -96,7 +99,7 @@ TOO_LOW, TOO_HIGH = -0.02, 0.13
 
 def bill(cell, **changes):
     name, batch, slots, chunk, weights, cache, device = cell
-    how = {"platform": "tpu", "vector_memory": hardware.named(device).vector_memory} | changes
+    how = {"platform": "tpu", "vector_memory": detect.named(device).vector_memory} | changes
     return inference(architectures.ARCHITECTURES[name], batch, slots, chunk, weights, cache, **how)
 
 
@@ -125,13 +128,13 @@ def test_without_the_vector_memory_small_runs_are_off():
     [
         (
             ("gpt2", 8, 1024, 128, "bf16", "int8", "v5e"),
-            inference_tpu_attention,
+            tpu_attention,
             "_beside_turned",
             lambda one, left, values, slots: left,
         ),
         (
             ("llama3.2-1b", 8, 8192, 128, "bf16", "bf16", "v5e"),
-            inference_tpu_attention,
+            tpu_attention,
             "_written_twice",
             lambda one, slots: False,
         ),
@@ -139,7 +142,7 @@ def test_without_the_vector_memory_small_runs_are_off():
         (("gpt2", 8, 1024, 128, "fp32", "fp32", "v5e"), inference_tpu, "_through_all_layers", lambda one: []),
         (
             ("smollm2-360m", 8, 4096, 128, "bf16", "int8", "v5e"),
-            inference_tpu_pass.Prefill,
+            tpu_pass.Prefill,
             "scales",
             property(lambda one: 0),
         ),
@@ -180,10 +183,10 @@ def test_padding_of_weights_and_cache():
     padding = {}
     for slots in (128, 100):
         ledger = inference(model, 1, slots, 8, "bf16", "bf16", platform="tpu")
-        (padding[slots],) = [row.bytes_per_device for row in ledger.rows if row.kind == tiles.PADDING]
+        (padding[slots],) = [row.bytes_per_device for row in ledger.rows if row.kind == tpu_tiles.PADDING]
     kv = (model.layers, 1, model.kv_heads, 100, model.head_dim)
     whole = (model.layers, 1, model.kv_heads, 128, model.head_dim)
-    assert padding[100] - padding[128] == 2 * (tiles.padding(kv, 2) - tiles.padding(whole, 2)) > 0
+    assert padding[100] - padding[128] == 2 * (tpu_tiles.padding(kv, 2) - tpu_tiles.padding(whole, 2)) > 0
 
 
 def test_experts_are_counted_whole():
@@ -205,5 +208,5 @@ def test_other_platforms_have_none_of_it(platform):
     model = architectures.ARCHITECTURES["smollm2-135m"]
     rows = inference(model, 2, 1024, 128, "bf16", "int8", platform=platform).rows
     assert rows == inference(model, 2, 1024, 128, "bf16", "int8", platform=platform, vector_memory=2**27).rows
-    assert not [row for row in rows if row.kind == tiles.PADDING or "masks of keys" in row.name]
+    assert not [row for row in rows if row.kind == tpu_tiles.PADDING or "masks of keys" in row.name]
     assert parameter_count(model) * 2 == rows[0].bytes_per_device

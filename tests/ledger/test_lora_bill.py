@@ -7,11 +7,17 @@ import pytest
 import steps
 from test_memory import BASE, GEMMA, WIDE, run
 
-from jaxllm import mesh, programs
-from jaxllm.ledger import communication, compiled, compute, dataflow, hlo, products, setting, trace
-from jaxllm.ledger.memory import training
+from jaxllm import programs
+from jaxllm.config.remat import TAGS
+from jaxllm.ledger import trace
+from jaxllm.ledger.compiled import attached, hlo, matmuls
+from jaxllm.ledger.formula import communication
+from jaxllm.ledger.formula import flops as compute
+from jaxllm.ledger.formula.exact import block_graph
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
-from jaxllm.remat_policy import TAGS
+from jaxllm.parallel import mesh
 
 EVERY = ("q", "k", "v", "out", "gate", "up", "down")
 # Targets of each model: all that it has, one of attention, one of the MLP.
@@ -63,16 +69,16 @@ def test_they_are_under_every_policy_and_on_meshes(fields):
 
 def test_a_bill_that_is_wrong_is_caught(monkeypatch):
     """Planted: the inputs of frozen products are billed, or what goes between A and B is not."""
-    monkeypatch.setattr(dataflow, "_FOR_WEIGHTS", ("attn_inputs", "attn_context", "mlp_inputs"))
-    dataflow._block.cache_clear()
+    monkeypatch.setattr(block_graph, "_FOR_WEIGHTS", ("attn_inputs", "attn_context", "mlp_inputs"))
+    block_graph._block.cache_clear()
     (fault,) = faults(models.ROTARY, config(("q",)))
     assert fault.startswith("activations: formula")
     monkeypatch.undo()
-    monkeypatch.setattr(dataflow, "TAGS", tuple(tag for tag in TAGS if tag != "lora"))
-    dataflow._block.cache_clear()
+    monkeypatch.setattr(block_graph, "TAGS", tuple(tag for tag in TAGS if tag != "lora"))
+    block_graph._block.cache_clear()
     assert faults(models.ROTARY, config(("q",))) != []
     monkeypatch.undo()
-    dataflow._block.cache_clear()
+    block_graph._block.cache_clear()
     assert faults(models.ROTARY, config(("q",))) == []
 
 
@@ -91,10 +97,10 @@ def test_arguments_and_flops_are_the_program_s_and_the_peak_is_near(name):
     made = run(lora_rank=8, lora_targets=targets, **fields)
     policy = made.precision.policy
     program = programs.train_step(made, programs.make_recipe(made, model, "cpu"), mesh.make_mesh(made.mesh)).compile()
-    found, bill = compiled.figures(program), training(model, made, policy)
+    found, bill = attached.figures(program), training(model, made, policy)
     batch = next(row.bytes_per_device for row in bill.rows if row.name == "batch")
     assert found["arguments"] == bill.persistent_bytes + batch
-    multiplied = products.products(hlo.parse(program.as_text()))
+    multiplied = matmuls.products(hlo.parse(program.as_text()))
     assert multiplied.flops == compute.train_step(model, made, policy, "cpu").flops
     assert abs(bill.peak_bytes / found["peak"] - 1) < allowed
     plain = dataclasses.replace(made, lora=dataclasses.replace(made.lora, rank=0))

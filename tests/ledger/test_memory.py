@@ -6,14 +6,17 @@ import itertools
 import models
 import pytest
 
-from jaxllm import mesh, programs
+from jaxllm import programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import CHOICES, Architecture, Config
 from jaxllm.errors import UserError
-from jaxllm.ledger import compiled, setting, trace
-from jaxllm.ledger.memory import training
+from jaxllm.ledger import trace
+from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.rows import BOUNDARY, HOST, PERSISTENT, Ledger
+from jaxllm.parallel import mesh
 
 OPTIMIZERS = CHOICES["optimizer.name"]
 # Large enough that arrays outweigh XLA's small change, and that Adafactor factors.
@@ -180,7 +183,7 @@ def test_training_peak_is_near_xlas(cell):
     model, config = CELLS[cell]
     recipe = programs.make_recipe(config, model, "cpu")
     program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
-    figures = compiled.figures(program.compile())
+    figures = attached.figures(program.compile())
     ledger = training(model, config, config.precision.policy)
     gap = reconcile(ledger, figures).lines[-1].gap("compiled")
     assert abs(gap) < 0.1, f"formula {ledger.peak_bytes:,} B, XLA {figures['peak']:,} B"
@@ -226,7 +229,7 @@ def test_the_state_is_the_programs_arguments_and_all_of_it_is_taken_over(name):
     """Places that no update reads too: Adafactor's moments of what is factored."""
     config = run(optimizer_name=name)
     program = programs.train_step(config, programs.make_recipe(config, BASE, "cpu"), mesh.make_mesh(config.mesh))
-    figures, ledger = compiled.figures(program.compile()), training(BASE, config, "fp32")
+    figures, ledger = attached.figures(program.compile()), training(BASE, config, "fp32")
     batch = next(row.bytes_per_device for row in ledger.rows if row.kind == "batch")
     assert figures["arguments"] == ledger.persistent_bytes + batch
     assert figures["aliases"] == ledger.persistent_bytes

@@ -11,10 +11,11 @@ import subprocess
 
 import pytest
 
-from jaxllm import architectures, hardware
+from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.ledger import page
-from jaxllm.ledger.page import form, sources
+from jaxllm.hardware import detect
+from jaxllm.ledger.report import page
+from jaxllm.ledger.report.page import form, sources
 from jaxllm.ledger.request import Request
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -24,7 +25,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 def request(device: str = "h100") -> Request:
     config = Config()
     config.model.name, config.data.sequence_length = "llama3.2-1b", 1024
-    return Request(config, hardware.named(device), None, 1, None, 128)
+    return Request(config, detect.named(device), None, 1, None, 128)
 
 
 def settings(count: int) -> list[dict[str, str]]:
@@ -124,7 +125,7 @@ def test_the_page_needs_no_network(rendered):
     own = rendered[: rendered.index("globalThis.__BRYTHON__ =")]
     assert not re.findall(r'(?:src|href)="(?!data:)', own)
     for script in ("page.js", "page.css", "page.html"):
-        text = (sources.ROOT / "ledger" / "page" / "assets" / script).read_text()
+        text = (sources.ROOT / "ledger" / "report" / "page" / "assets" / script).read_text()
         assert not re.search(r"https?:|fetch\(|XMLHttpRequest|@import|url\(", text), script
     assert len(rendered) < 3_000_000
 
@@ -169,8 +170,9 @@ def test_sources_lose_annotations_and_keep_fields():
 
 def test_the_page_carries_the_closed_forms_and_no_program():
     modules, absent = sources.embedded()
-    for name in ("memory", "inference", "compute", "rows", "setting", "states", "slots", "xla.step", "xla.gpu"):
-        assert f"jaxllm.ledger.{name}" in modules
+    formulas = ("training_memory", "inference_memory", "flops", "exact.run", "exact.state", "exact.optimizer_slots")
+    for name in (*formulas, "fitted.train.step", "fitted.train.gpu"):
+        assert f"jaxllm.ledger.formula.{name}" in modules
     programs = r"jaxllm\.(programs|decode|kernels|model\.(?!specs|adapter_specs))"
     assert not [name for name in modules if re.match(programs, name)]
     assert "jax" in absent

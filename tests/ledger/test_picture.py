@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 
-from jaxllm import hardware
 from jaxllm.config import Config
 from jaxllm.errors import UserError
-from jaxllm.ledger import picture, request, view
+from jaxllm.hardware import detect
+from jaxllm.ledger import request
+from jaxllm.ledger.report import groups, picture
 from jaxllm.ledger.request import Request
 
 
@@ -17,7 +18,7 @@ def bills(model="gemma2-27b", device="h100", **mesh):
     config.train.batch_size = 8
     for axis, size in mesh.items():
         setattr(config.mesh, axis, size)
-    asked = Request(config, hardware.named(device), None, 1, None, 128)
+    asked = Request(config, detect.named(device), None, 1, None, 128)
     return [request.train(asked), request.infer(asked)]
 
 
@@ -30,7 +31,7 @@ def test_bars_are_the_phases_of_the_bill():
     (train, _) = bills(data=8, zero=1)
     bars = picture.draw([train]).axes[0]
     drawn = sum(patch.get_width() for patch in bars.patches) * 2**30
-    assert drawn == pytest.approx(sum(phase.total for phase in view.phases(train)), rel=1e-9)
+    assert drawn == pytest.approx(sum(phase.total for phase in groups.phases(train)), rel=1e-9)
     assert bars.get_xlim()[1] >= train.capacity_bytes / 2**30
 
 

@@ -9,10 +9,11 @@ import pytest
 import runs
 from rich.console import Console
 
-from jaxllm import hardware
-from jaxllm.hardware import Device
-from jaxllm.ledger import device, report
+from jaxllm.hardware import detect
+from jaxllm.hardware.detect import Device
+from jaxllm.ledger import device
 from jaxllm.ledger.reconcile import reconcile
+from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import BACKWARD, PERSISTENT, Ledger, Row, Unknown
 
 STATE = {"weights": {"w": jnp.zeros(100)}, "optimizer": {"m": jnp.zeros(100)}}
@@ -137,7 +138,7 @@ HOST = Device("a host", 10_000, None, {}, "a test")
 
 
 def test_the_bill_fits_100_columns_and_says_so():
-    text = shown(report.show_bill, LEDGER, HOST, width=160)
+    text = shown(terminal.show_bill, LEDGER, HOST, width=160)
     assert max(map(len, text.splitlines())) <= 100
     for part in ("100 × 4 B", "sum: persistent", "800 B", "peak", "fits: needs 1.17 KiB of 9.77 KiB (12.0%)"):
         assert part in text
@@ -145,22 +146,22 @@ def test_the_bill_fits_100_columns_and_says_so():
 
 def test_a_bill_that_does_not_fit_says_by_how_much():
     small = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
-    assert "does not fit: needs 1.17 KiB, has 1,000 B; 200 B too much" in shown(report.show_bill, small, HOST)
+    assert "does not fit: needs 1.17 KiB, has 1,000 B; 200 B too much" in shown(terminal.show_bill, small, HOST)
 
 
 def test_unknown_has_a_footnote():
-    text = shown(report.show_reconciliation, reconcile(LEDGER, {"peak": 1000}, {"peak": device.peak_bytes()}, STATE))
+    text = shown(terminal.show_reconciliation, reconcile(LEDGER, {"peak": 1000}, {"peak": device.peak_bytes()}, STATE))
     assert "+20.0%" in text
     assert "unknown [" in text
     assert "] the CPU backend keeps no memory_stats" in text
 
 
 def test_this_machine_is_measured():
-    host = hardware.this_machine()
+    host = detect.this_machine()
     assert host.memory_bytes > 2**20
     assert 1e8 < host.peak_flops["float32"] < 1e15
     assert 1e8 < host.bandwidth < 1e14
-    assert host is hardware.this_machine()
+    assert host is detect.this_machine()
 
 
 CONFIG = """

@@ -6,17 +6,19 @@ import jax
 import models
 import pytest
 
-from jaxllm import architectures, hardware
+from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.config_tree import check_types
+from jaxllm.config.overrides import check_types
 from jaxllm.errors import RunError
-from jaxllm.ledger import admission, memory, shortage
-from jaxllm.ledger.remedy import remedy
+from jaxllm.hardware import detect
+from jaxllm.ledger.advice import admission, out_of_memory
+from jaxllm.ledger.advice.remedy import remedy
+from jaxllm.ledger.formula import training_memory
 from jaxllm.ledger.rows import BACKWARD, PERSISTENT, Ledger, Row, Unknown
-from jaxllm.ledger.sampling_bill import SamplingBill
-from jaxllm.train.precision import policy_for
+from jaxllm.ledger.runtime.sampling import SamplingBill
+from jaxllm.step.precision import policy_for
 
-H100, GB = hardware.named("h100"), 10**9
+H100, GB = detect.named("h100"), 10**9
 TPU_REFUSAL = (
     "INTERNAL: x: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
     "Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G.\n\nTotal hbm usage >= 22.0G:"
@@ -46,7 +48,7 @@ def with_overrides(config: Config, overrides: tuple[str, ...]) -> Config:
 
 def peak(config: Config, device=H100) -> int:
     policy = policy_for(config.precision.policy, device.platform).name
-    return memory.training(architectures.resolve_config(config), config, policy, device.platform).peak_bytes
+    return training_memory.training(architectures.resolve_config(config), config, policy, device.platform).peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.98, 0.8, 0.6, 0.4, 0.25])
@@ -98,7 +100,7 @@ def test_none_where_nothing_helps():
 
 
 def test_offloading_is_no_help_on_a_cpu():
-    host = dataclasses.replace(hardware.named("h100"), platform="cpu")
+    host = dataclasses.replace(detect.named("h100"), platform="cpu")
     config = llama(data_sequence_length=128, train_batch_size=1, remat_policy="full", optimizer_moment_dtype="bfloat16")
     found = remedy(config, architectures.resolve_config(config), host, int(0.6 * peak(config, host)))
     assert found is None or not any("offload" in one for one in found.overrides)
@@ -126,13 +128,13 @@ LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
     ],
 )
 def test_what_counts_as_a_shortage(error, is_one):
-    assert shortage.is_shortage(error) == is_one
-    with pytest.raises(RunError if is_one else type(error)), shortage.explained(lambda found: f"told of {found}"):
+    assert out_of_memory.is_shortage(error) == is_one
+    with pytest.raises(RunError if is_one else type(error)), out_of_memory.explained(lambda found: f"told of {found}"):
         raise error
 
 
 def test_the_message_has_the_bill_and_not_only_the_last_straw():  # metatensor/metatrain#748, jax#13428
-    text = shortage.message("in step 3", jax.errors.JaxRuntimeError(TPU_REFUSAL), LEDGER, 15 * GB, "the change")
+    text = out_of_memory.message("in step 3", jax.errors.JaxRuntimeError(TPU_REFUSAL), LEDGER, 15 * GB, "the change")
     lines = text.splitlines()
     assert lines[0].startswith("out of memory in step 3: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error.")
     assert "predicted peak: 3.37 KiB on one device (mid-backward); the device has 1,000 B for it" in text
@@ -140,13 +142,13 @@ def test_the_message_has_the_bill_and_not_only_the_last_straw():  # metatensor/m
     assert "largest rows: gradients 2.93 KiB, weights 400 B, logits 50 B" in text
     assert "held by others on the device: 13.97 GiB" in text
     assert lines[-1].strip() == "the change"
-    unknown = shortage.message("", MemoryError(), LEDGER, Unknown("nobody says"))
+    unknown = out_of_memory.message("", MemoryError(), LEDGER, Unknown("nobody says"))
     assert "held by others on the device: unknown (nobody says)" in unknown
 
 
 def bill(held: int, batch: int = 4, context: int = 8192) -> SamplingBill:
     return SamplingBill(
-        "llama3-8b", architectures.ARCHITECTURES["llama3-8b"], batch, context, 128, hardware.named("rtx4090"), held
+        "llama3-8b", architectures.ARCHITECTURES["llama3-8b"], batch, context, 128, detect.named("rtx4090"), held
     )
 
 
@@ -156,7 +158,7 @@ def test_memory_held_by_others_counts():  # transformers#16987, accelerate#2910,
     room = alone.room()
     assert room.fits
     assert room.margin == room.has - room.needs >= 0
-    assert room.has == hardware.named("rtx4090").memory_bytes
+    assert room.has == detect.named("rtx4090").memory_bytes
     alone.admit()
     assert bill(0, room.largest_batch).room().fits
     assert not bill(0, room.largest_batch + 1).room().fits

@@ -10,10 +10,10 @@ import pytest
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
-from jaxllm.hardware import Device, named
-from jaxllm.ledger import communication, compute, roofline
-from jaxllm.ledger import setting as setting_lib
-from jaxllm.ledger.communication import Transfer
+from jaxllm.hardware.detect import Device, named
+from jaxllm.ledger.formula import communication, flops, roofline
+from jaxllm.ledger.formula.communication import Transfer
+from jaxllm.ledger.formula.exact import run as setting_lib
 from jaxllm.ledger.rows import Unknown
 from jaxllm.model.specs import parameter_count
 
@@ -49,7 +49,7 @@ def test_a_large_batch_is_bound_by_compute():
 
 def test_training_on_one_device_is_bound_by_compute():
     run = setting(length=2048, remat_policy="full")
-    least, work = roofline.train_step(run, H100), compute.step(run)
+    least, work = roofline.train_step(run, H100), flops.step(run)
     assert least.bound == "compute"
     assert set(least.seconds_of) == {"compute", "bandwidth"}
     assert least.seconds == work.flops / 989.4e12
@@ -193,7 +193,7 @@ def test_the_fraction_of_the_peak_is_at_most_one(name):
     for remat in ("none", "full"):
         for devices in (1, 8):
             run = setting("gemma3-27b", batch=8, length=16384, remat_policy=remat, mesh_data=devices)
-            per_token = compute.model_flops_per_token(run.model, run.length)
+            per_token = flops.model_flops_per_token(run.model, run.length)
             rate = per_token * run.step_tokens / roofline.train_step(run, device).seconds
             assert 0 < rate / device.peak("bfloat16") <= 1
 

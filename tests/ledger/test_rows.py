@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxllm.ledger.counts import Share, count, told
+from jaxllm.ledger.formula.exact.shard_sizes import Share, count, told
 from jaxllm.ledger.rows import (
     BACKWARD,
     BOUNDARY,

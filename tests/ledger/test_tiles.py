@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.ledger import tiles
-from jaxllm.ledger.memory import training
+from jaxllm.ledger.formula.exact import tpu_tiles
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.rows import PERSISTENT
 
 # (shape, bytes a number) -> size of the buffer, in buffer assignments of libtpu of JAX 0.10.2 for a v5e.
@@ -48,22 +48,22 @@ BUFFERS = {
 
 @pytest.mark.parametrize(("shape", "itemsize"), BUFFERS)
 def test_padded_bytes_are_the_compilers(shape, itemsize):
-    assert tiles.padded_bytes(shape, itemsize) == BUFFERS[shape, itemsize]
+    assert tpu_tiles.padded_bytes(shape, itemsize) == BUFFERS[shape, itemsize]
 
 
 def test_a_row_of_packed_numbers_takes_as_much_as_two():
-    assert tiles.padded_bytes((1, 256), 2) == tiles.padded_bytes((2, 256), 2) == 1024
-    assert tiles.padded_bytes((1, 256), 4) == 1024
+    assert tpu_tiles.padded_bytes((1, 256), 2) == tpu_tiles.padded_bytes((2, 256), 2) == 1024
+    assert tpu_tiles.padded_bytes((1, 256), 4) == 1024
 
 
 @given(st.lists(st.integers(1, 300), min_size=0, max_size=5), st.sampled_from((1, 2, 4)))
 def test_padding_is_bounded_and_does_not_depend_on_the_order_of_dimensions(shape, itemsize):
-    size, plain = tiles.padded_bytes(tuple(shape), itemsize), math.prod(shape) * itemsize
+    size, plain = tpu_tiles.padded_bytes(tuple(shape), itemsize), math.prod(shape) * itemsize
     assert size >= plain
-    assert size % tiles.ALIGNMENT == 0
-    assert size == tiles.padded_bytes(tuple(reversed(shape)), itemsize)
-    full = (*shape, tiles.SUBLANES, tiles.LANES)
-    assert tiles.padding(full, itemsize) == 0
+    assert size % tpu_tiles.ALIGNMENT == 0
+    assert size == tpu_tiles.padded_bytes(tuple(reversed(shape)), itemsize)
+    full = (*shape, tpu_tiles.SUBLANES, tpu_tiles.LANES)
+    assert tpu_tiles.padding(full, itemsize) == 0
 
 
 def config_of(
@@ -105,8 +105,8 @@ def test_arguments_of_a_train_step_are_exact(run, arguments):
     assert with_batch(ledger) == arguments
     plain = training(model, config, config.precision.policy, "gpu")
     assert with_batch(plain) < arguments  # without tiles it is not
-    assert not [row for row in plain.rows if row.kind == tiles.PADDING]
-    assert ledger.kind_bytes(tiles.PADDING) == ledger.persistent_bytes - plain.persistent_bytes
+    assert not [row for row in plain.rows if row.kind == tpu_tiles.PADDING]
+    assert ledger.kind_bytes(tpu_tiles.PADDING) == ledger.persistent_bytes - plain.persistent_bytes
 
 
 def test_moments_of_adafactor_are_tiled_and_its_placeholders_take_a_buffer_each():
@@ -122,7 +122,7 @@ def test_state_in_host_memory_is_not_tiled():
     config = config_of("qwen2.5-0.5b", (1, 1, 1, 0), "adamw", "bf16", (8, 4096))
     config.optimizer.offload = "all"
     model = architectures.resolve_config(config)
-    rows = [row for row in training(model, config, "bf16", "tpu").rows if row.kind == tiles.PADDING]
+    rows = [row for row in training(model, config, "bf16", "tpu").rows if row.kind == tpu_tiles.PADDING]
     assert [(row.phase, row.bytes_per_device) for row in rows] == [(PERSISTENT, 508 + 504 + 508)]  # step, key, counter
 
 

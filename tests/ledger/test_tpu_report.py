@@ -1,6 +1,6 @@
 """The TPU compiler's report of its buffers, read from small ones that are made up."""
 
-from jaxllm.ledger import tpu_report
+from jaxllm.ledger.compiled import tpu_report
 
 USAGE = """Memory Space: default (color=0)
 Total bytes: {total} (1.00KiB)

@@ -6,10 +6,12 @@ import models
 import pytest
 
 from jaxllm.config import Architecture, Config
-from jaxllm.ledger import activations, dataflow, rows, setting, trace
-from jaxllm.ledger.memory import training
+from jaxllm.config.remat import TAGS
+from jaxllm.ledger import rows, trace
+from jaxllm.ledger.formula.exact import activations, block_graph
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
-from jaxllm.remat_policy import TAGS
 
 # `sqrt` has groups from four repeats on; five layers of two kinds leave one over.
 MODELS = models.ALL | {
@@ -133,20 +135,20 @@ def test_the_trace_column_is_the_formulas():
 
 
 def test_a_forgotten_tag_is_caught(monkeypatch):
-    block = dataflow._block
+    block = block_graph._block
 
-    def careless(*arguments) -> dataflow.Block:
+    def careless(*arguments) -> block_graph.Block:
         made = block(*arguments)
         return dataclasses.replace(made, read=tuple(name for name in made.read if name != "mlp_hidden"))
 
-    monkeypatch.setattr(dataflow, "_block", careless)
+    monkeypatch.setattr(block_graph, "_block", careless)
     with pytest.raises(AssertionError):
         assert_equal(models.ROTARY, run())
 
 
 def test_forgotten_log_sums_are_caught(monkeypatch):
-    of_attention = dataflow._attention
-    monkeypatch.setattr(dataflow, "_attention", lambda *a: (of_attention(*a)[0], ("attn_context",)))
+    of_attention = block_graph._attention
+    monkeypatch.setattr(block_graph, "_attention", lambda *a: (of_attention(*a)[0], ("attn_context",)))
     with pytest.raises(AssertionError):
         assert_equal(dataclasses.replace(models.ROTARY, head_dim=16), run(), "gpu")
 

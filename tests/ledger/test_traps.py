@@ -11,15 +11,18 @@ import jax
 import models
 import pytest
 
-from jaxllm import mesh, programs
+from jaxllm import programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
-from jaxllm.hardware import named
-from jaxllm.ledger import compiled, device, rows, setting, trace
-from jaxllm.ledger.memory import training
+from jaxllm.hardware.detect import named
+from jaxllm.ledger import device, rows, trace
+from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY, HOST, PERSISTENT, PHASES, UPDATE, Ledger, Unknown
 from jaxllm.model.specs import param_specs, parameter_count
+from jaxllm.parallel import mesh
 
 SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 512}
 BASE = dataclasses.replace(models.ROTARY, **SIZES)
@@ -47,9 +50,9 @@ def test_a_donated_state_is_one_buffer_and_not_two():  # jax-ml/jax#18954, #3129
     recipe = programs.make_recipe(config, BASE, "cpu")
     program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
     state = training(BASE, config, "fp32").persistent_bytes
-    given = compiled.figures(program.compile())
+    given = attached.figures(program.compile())
     with_copies = dataclasses.replace(program, jitted=jax.jit(program.jitted.__wrapped__))
-    kept = compiled.figures(with_copies.compile())
+    kept = attached.figures(with_copies.compile())
     for figures, aliases in ((given, state), (kept, 0)):
         assert figures["aliases"] == aliases
         assert figures["arguments"] == state + 20 * 4 * 128

@@ -6,10 +6,10 @@ import jax
 import pytest
 from test_memory import BASE, run
 
-from jaxllm.ledger import setting
-from jaxllm.ledger.memory import training
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.fitted.train import cpu_moments, step
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY
-from jaxllm.ledger.xla import cpu_moments, step
 
 NUMBERS = sum(p.spec.size for p in setting.make(BASE, run(), "fp32", "cpu").parameters)
 TABLE = BASE.vocab_size * BASE.width

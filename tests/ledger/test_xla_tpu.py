@@ -4,8 +4,8 @@ import pytest
 
 from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.ledger.memory import training
-from jaxllm.ledger.xla import tpu_moments
+from jaxllm.ledger.formula.fitted.train import tpu_moments
+from jaxllm.ledger.formula.training_memory import training
 
 # model, (replica, data, tensor, ZeRO stage), optimizer, policy, remat, tokens of a sequence,
 # (batch, accumulate, chunk of attention, chunk of the loss) -> bytes on one v5e (libtpu of JAX 0.10.2).

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import steps
 
-from jaxllm.attention_choice import PLAIN, Attention
-from jaxllm.kernels import cudnn_attention, flash_attention
+from jaxllm.config.attention import PLAIN, Attention
+from jaxllm.kernels import cudnn
+from jaxllm.kernels.flash import api as flash_attention
 from jaxllm.model import attention as attention_lib
-from jaxllm.train import gradients
+from jaxllm.step import gradients
 
 LENGTH = 40
 # Grouped heads; as many of both, learned positions; windows and soft caps; each with heads that kernels take.
@@ -62,7 +63,7 @@ def test_kernels_train_as_plain_attention_does(name, platform):
 
 def test_cudnn_is_asked_for_the_same(monkeypatch):
     """Its mask, window, scale and order of heads, by JAX's plain form of the same call; a GPU is not needed."""
-    monkeypatch.setattr(cudnn_attention, "IMPLEMENTATION", "xla")
+    monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
     rotary = dataclasses.replace(MODELS["sliding"], attention_softcap=0.0)
     monkeypatch.setitem(MODELS, "without a cap", rotary)
     (sums, got), (plain, want) = (of_run("without a cap", how) for how in (Attention("cudnn", "gpu"), PLAIN))

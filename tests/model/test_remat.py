@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from steps import leaf_names
 
-from jaxllm import remat_policy
-from jaxllm.attention_choice import PLAIN, Attention
-from jaxllm.config import LoraConfig
+from jaxllm.config import LoraConfig, remat
+from jaxllm.config.attention import PLAIN, Attention
+from jaxllm.config.remat import TAGS, RematPolicy, parse
 from jaxllm.errors import UserError
 from jaxllm.model import adapter_specs, adapters, specs, transformer
 from jaxllm.model.remat import group_size
-from jaxllm.remat_policy import TAGS, RematPolicy, parse
 
 POLICIES = ["full", "sqrt", "dots", "names:attn_qkv,mlp_up", "offload:attn_qkv,mlp_gate"]
 # The usual initial values, not the large ones of the small models, which multiply rounding errors layer by layer.
@@ -145,6 +144,6 @@ def test_what_is_no_policy_is_refused(policy, told):
 
 
 def test_kinds_are_all_parsed():
-    for kind in remat_policy.KINDS:
+    for kind in remat.KINDS:
         text = kind if kind not in ("names", "offload") else f"{kind}:{TAGS[0]}"
         assert parse(text).kind == kind

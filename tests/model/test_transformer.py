@@ -10,7 +10,7 @@ import models
 import numpy as np
 import pytest
 
-from jaxllm.kernels import decode_slots
+from jaxllm.kernels.decode import slots as decode_slots
 from jaxllm.model import layers, specs, transformer
 
 KEY = jax.random.key(0)

@@ -11,19 +11,19 @@ import tiny
 import torch
 import transformers
 
-from jaxllm.attention_choice import PLAIN
-from jaxllm.decode.engine import Generator
-from jaxllm.decode.request import Request
+from jaxllm.config.attention import PLAIN
 from jaxllm.decode.sampling import SamplingOptions
+from jaxllm.engine.generator import Generator
+from jaxllm.engine.request import Request
 from jaxllm.interop import rules
 from jaxllm.interop.huggingface import folder_rules
 from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.interop.huggingface.safetensors_files import TensorFiles
 from jaxllm.interop.opening import open_model
 from jaxllm.interop.tokenizer import Tokenizer
-from jaxllm.model.partition import WHOLE
 from jaxllm.model.transformer import NOTHING, forward, logits
-from jaxllm.train.gradients import loss_sums
+from jaxllm.parallel.collectives import WHOLE
+from jaxllm.step.gradients import loss_sums
 
 TOLERANCE = 1e-4
 # Within every window and context, and past all of them.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import CHOICES, Architecture, Config
 from jaxllm.errors import UserError
-from jaxllm.ledger import memory
+from jaxllm.ledger.formula import training_memory
 from jaxllm.ledger.rows import BOUNDARY, HOST, Ledger
 
 POLICIES = ("fp32", "bf16", "fp16", "bf16_pure")
@@ -75,7 +75,7 @@ class Case:
     def ledger(self) -> Ledger:
         """Without a TPU's tile padding (`test_tiles.py`). Rejected where the trainer would not start it."""
         try:
-            ledger = memory.training(self.model, self.config, self.policy, self.platform)
+            ledger = training_memory.training(self.model, self.config, self.policy, self.platform)
             return dataclasses.replace(ledger, rows=tuple(row for row in ledger.rows if row.kind != "tile padding"))
         except UserError as refused:
             assert "would be padded" in str(refused)  # noqa: PT017

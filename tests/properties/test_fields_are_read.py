@@ -11,7 +11,7 @@ import runs
 
 from jaxllm import architectures
 from jaxllm.config import Architecture, MeshConfig
-from jaxllm.ledger import memory
+from jaxllm.ledger.formula import training_memory
 from jaxllm.model import specs, transformer
 
 LLAMA3 = dataclasses.replace(
@@ -109,7 +109,7 @@ def ledger_rows(**fields):
     for name, value in fields.items():
         section, _, field = name.partition("_")
         setattr(getattr(config, section), field, value)
-    return memory.training(architectures.resolve(config.model), config, "bf16").rows
+    return training_memory.training(architectures.resolve(config.model), config, "bf16").rows
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(MeshConfig)])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxllm.ledger import dataflow
+from jaxllm.ledger.formula.exact import block_graph
 from jaxllm.ledger.rows import BOUNDARY
 
 STRENGTHS = ("none", "dots", "full")  # of remat, from the weakest
@@ -65,7 +65,7 @@ def test_activations_are_linear_in_the_batch(case, times):
             tokens = case.config.train.batch_size * case.config.data.sequence_length
             tokens //= case.config.train.accumulate * case.config.mesh.replica * case.config.mesh.data
             assignments = tokens * model.experts_per_token
-            filled = [dataflow.rows_of_experts(n * assignments, model.experts) for n in (1, times)]
+            filled = [block_graph.rows_of_experts(n * assignments, model.experts) for n in (1, times)]
             assert many[name] * filled[0] == one[name] * filled[1]
         else:
             assert many[name] == times * one[name]

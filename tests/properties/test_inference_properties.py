@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.config import MeshConfig
-from jaxllm.ledger.inference import inference
+from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import PERSISTENT
 
 GONE = {"gradients", "gradient accumulator", "optimizer", "activations", "master weights", "logits and loss"}

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
-from jaxllm.ledger import communication, compute, rows
-from jaxllm.ledger.compiled import NAMES, Inspection
-from jaxllm.ledger.formats import CACHE_FORMATS, FORMATS
-from jaxllm.ledger.inference import inference
-from jaxllm.ledger.memory import training
+from jaxllm.ledger import rows
+from jaxllm.ledger.compiled.attached import NAMES, Inspection
+from jaxllm.ledger.formula import communication, flops
+from jaxllm.ledger.formula.exact.formats import CACHE_FORMATS, FORMATS
+from jaxllm.ledger.formula.inference_memory import inference
+from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown
 
 
@@ -104,6 +105,6 @@ def test_a_closed_form_takes_less_than_ten_milliseconds(name):
         return time.perf_counter() - begun
 
     assert min(seconds(lambda: training(model, config, "bf16")) for _ in range(15)) < 0.01
-    assert min(seconds(lambda: compute.train_step(model, config, "bf16")) for _ in range(15)) < 0.01
+    assert min(seconds(lambda: flops.train_step(model, config, "bf16")) for _ in range(15)) < 0.01
     assert min(seconds(lambda: communication.train_step(model, config, "bf16")) for _ in range(15)) < 0.01
     assert min(seconds(lambda: inference(model, 8, 4096, 256, "bf16", "bf16")) for _ in range(15)) < 0.01

@@ -9,16 +9,19 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from jaxllm import programs
+from jaxllm.config.remat import TAGS
 from jaxllm.decode import state as decode_state
 from jaxllm.errors import UserError
-from jaxllm.ledger import absent, activations, rows, setting, trace
+from jaxllm.ledger import rows, trace
+from jaxllm.ledger.compiled import absent
 from jaxllm.ledger.device import tree_bytes
-from jaxllm.ledger.inference import inference
+from jaxllm.ledger.formula.exact import activations
+from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import HOST, PERSISTENT
 from jaxllm.model.specs import abstract, param_specs
-from jaxllm.remat_policy import TAGS
-from jaxllm.train import gradients
-from jaxllm.train.layout import make_layout
+from jaxllm.step import gradients
+from jaxllm.step.placement import make_layout
 
 
 def abstract_state(case: draws.Case):

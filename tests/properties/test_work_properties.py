@@ -4,7 +4,7 @@ import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.ledger import compute
+from jaxllm.ledger.formula import flops as compute
 
 
 @draws.closed_form

@@ -8,9 +8,10 @@ import jax
 import pytest
 import runs
 
-from jaxllm import hardware, programs
+from jaxllm import programs
 from jaxllm.errors import RunError, UserError
-from jaxllm.ledger import training_bill
+from jaxllm.hardware import detect
+from jaxllm.ledger.runtime import training as training_bill
 
 TPU_REFUSAL = (
     "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
@@ -82,9 +83,9 @@ def test_a_tolerance_is_not_negative(corpus, tmp_path, tolerance):
 
 def test_what_does_not_fit_by_the_formulas_is_told_with_a_change_and_tried(corpus, tmp_path, monkeypatch):
     config = runs.tiny_config(corpus, train_batch_size=64, train_steps=1)
-    needs = training_bill.bill.training(config, runs.Trainer(config, tmp_path, None)._model, hardware.this_machine())
-    small = dataclasses.replace(hardware.this_machine(), memory_bytes=int(0.9 * needs.peak_bytes))
-    monkeypatch.setattr(hardware, "this_machine", lambda: small)
+    needs = training_bill.bill.training(config, runs.Trainer(config, tmp_path, None)._model, detect.this_machine())
+    small = dataclasses.replace(detect.this_machine(), memory_bytes=int(0.9 * needs.peak_bytes))
+    monkeypatch.setattr(detect, "this_machine", lambda: small)
     status, text = runs.train(config, tmp_path / "warn")
     told = " ".join(text.split())
     assert status == 0

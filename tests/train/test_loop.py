@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import runs
 
+from jaxllm.checkpoints import workdir as workdir_lib
 from jaxllm.errors import RunError, UserError
-from jaxllm.train import loop, metrics
-from jaxllm.train import workdir as workdir_lib
+from jaxllm.train import metrics, trainer
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_an_overflow_of_fp16_is_a_skipped_step_and_not_a_failure(corpus, tmp_pat
 )
 def test_which_numbers_end_a_run(numbers, fails):
     bad = [name for name, value in numbers.items() if not np.isfinite(value)]
-    assert any(not loop._is_overflow(numbers, name) for name in bad) == fails
+    assert any(not trainer._is_overflow(numbers, name) for name in bad) == fails
 
 
 def test_workdir_of_another_configuration_is_refused_and_unchanged(corpus, whole):
@@ -195,8 +195,8 @@ def test_disk_full_while_saving(corpus, tmp_path):
     """A file size limit stands in for a full disk: writes fail in the middle, after a good first checkpoint."""
     code = (
         "import resource, sys, pathlib, runs\n"
-        "from jaxllm.train import checkpoint\n"
         "from jaxllm import commandline\n"
+        "from jaxllm.checkpoints import checkpoint\n"
         "save = checkpoint.Checkpointer.save\n"
         "def limited(self, step, *rest):\n"
         "    if step == 6: self.wait(); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
@@ -211,7 +211,7 @@ def test_disk_full_while_saving(corpus, tmp_path):
     ours = [line for line in done.stderr.splitlines() if "error: cannot save the checkpoint of step 6" in line]
     assert len(ours) == 1, done.stderr
     assert "the last good checkpoint is" in ours[0]
-    assert "/jaxllm/train/" not in done.stderr, "a traceback of our own"
+    assert "/jaxllm/" not in done.stderr, "a traceback of our own"
     # A thread of TensorStore may still have written after the clean-up; the next run removes that.
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != ".writing-6"] == ["00000003"]
     _, text = runs.train(runs.tiny_config(corpus), tmp_path)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import steps
 
-from jaxllm.mesh import path_name
 from jaxllm.model import adapter_specs, adapters, specs
-from jaxllm.train import gradients
+from jaxllm.parallel.mesh import path_name
+from jaxllm.step import gradients
 
 EVERY = ("q", "k", "v", "out", "gate", "up", "down")
 

@@ -14,13 +14,13 @@ import runs
 from rich.console import Console
 
 from jaxllm import architectures
+from jaxllm.checkpoints import open_any
 from jaxllm.config import ModelConfig
 from jaxllm.errors import UserError
 from jaxllm.interop import text as texts
 from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.model import adapter_specs, specs
-from jaxllm.train import start
-from jaxllm.train.loop import Trainer
+from jaxllm.train.trainer import Trainer
 
 MODEL = dataclasses.replace(
     architectures.resolve(runs.tiny_config("").model),
@@ -81,7 +81,7 @@ def test_a_run_trains_adapters_and_the_ledger_is_exact(plain):
     workdir, printed, losses = plain
     assert losses[-1] < losses[0]
     told = json.loads((workdir / "ledger.json").read_text())
-    numbers = sum(x.size for x in arrays(start.open_adapters(workdir).load()))
+    numbers = sum(x.size for x in arrays(open_any.open_adapters(workdir).load()))
     assert told["trained_parameters"] == numbers
     assert told["parameters"] == numbers + specs.parameter_count(MODEL)
     assert f"({numbers:,} trained)" in " ".join(printed.split())
@@ -101,9 +101,9 @@ def test_a_checkpoint_has_what_is_trained_and_the_workdir_the_rest_once(plain, s
         p.name: sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in workdir.iterdir() if p.is_dir()
     }
     assert {"frozen", "checkpoints"} <= sizes.keys()
-    opened, base = start.open_any(str(workdir)), start.open_any(str(source))
+    opened, base = open_any.open_any(str(workdir)), open_any.open_any(str(source))
     merged, weights = opened.load(jnp.float32), base.load(jnp.float32)
-    stored = start.open_adapters(workdir)
+    stored = open_any.open_adapters(workdir)
     pairs = stored.load()
     for place, name in (("attn", "k"), ("mlp", "up")):  # no targets
         assert same(merged["layers"][0][place][name], weights["layers"][0][place][name])
@@ -122,7 +122,7 @@ def test_resuming_is_exact_and_needs_no_source(plain, source, tmp_path):
     shutil.rmtree(max((workdir / "checkpoints").glob("[0-9]*")))
     made = config(tmp_path / "gone", plain[0].parent)
     run(made, workdir)
-    assert same(start.open_adapters(plain[0]).load(), start.open_adapters(workdir).load())
+    assert same(open_any.open_adapters(plain[0]).load(), open_any.open_adapters(workdir).load())
     for fields, word in (
         ({"lora_rank": 8}, "config.lora.rank was 4 and is 8"),
         ({"lora_alpha": 1.0}, "config.lora.alpha was 16.0 and is 1.0"),
@@ -141,7 +141,7 @@ def test_frozen_weights_that_are_damaged_are_told(plain, tmp_path):
     with pytest.raises(UserError, match=r"frozen, the weights that the adapters .* \(CRC-32 differs\)"):
         run(made, workdir)
     with pytest.raises(UserError, match=r"frozen, the weights that the adapters"):
-        start.open_any(str(workdir)).load(jnp.float32)
+        open_any.open_any(str(workdir)).load(jnp.float32)
     shutil.rmtree(workdir / "frozen")
     with pytest.raises(UserError, match="it is missing"):
         run(made, workdir)
@@ -186,7 +186,7 @@ def test_refusals(source, tmp_path):
     made = config(source, tmp_path)
     made.init_from = ""
     with pytest.raises(UserError, match=r"config.lora.rank is 4 and config.init_from is empty"):
-        start.prepare(made, tmp_path / "none")
+        open_any.prepare(made, tmp_path / "none")
 
 
 def test_the_command_line_takes_a_list_and_the_ledger_bills_it(tmp_path):

@@ -1,0 +1,150 @@
+"""The numbers of published transformers, and how a run's `model` section becomes one of them.
+
+What a family shares is said in `jaxllm.architectures.families`; a row here is a member's own numbers. Adding a model is
+adding a row. The counts of parameters that the publishers state are held in
+`tests/architectures/test_architectures.py`.
+"""
+
+import dataclasses
+import difflib
+
+from jaxllm.architectures import longrope
+from jaxllm.architectures.families import (
+    gemma2,
+    gemma3,
+    gpt,
+    llama,
+    llama3,
+    llama31,
+    olmo2,
+    phi3,
+    phi_longrope,
+    qwen3,
+    qwen25,
+    qwen25_small,
+    smollm2,
+    smollm3,
+)
+from jaxllm.config import Architecture, Config, ModelConfig, validate
+from jaxllm.config import overrides as config_tree
+from jaxllm.errors import UserError
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "gpt2": gpt(12, 768, 12),
+    "gpt2-medium": gpt(24, 1024, 16),
+    "gpt2-large": gpt(36, 1280, 20),
+    "gpt2-xl": gpt(48, 1600, 25),
+    # The paper alternates dense and banded sparse attention without giving the band; here all layers are dense.
+    "gpt3-175b": gpt(96, 12288, 96, context_length=2048),
+    "llama2-7b": llama(32, 4096, 32, 32, 128, 11008),
+    "llama2-13b": llama(40, 5120, 40, 40, 128, 13824),
+    "llama2-70b": llama(80, 8192, 64, 8, 128, 28672),
+    "llama3-8b": llama3(32, 4096, 32, 8, 128, 14336),
+    "llama3-70b": llama3(80, 8192, 64, 8, 128, 28672),
+    "llama3.1-8b": llama31(32, 4096, 32, 8, 128, 14336),
+    "llama3.1-70b": llama31(80, 8192, 64, 8, 128, 28672),
+    "llama3.1-405b": llama31(126, 16384, 128, 8, 128, 53248),
+    "llama3.2-1b": llama31(16, 2048, 32, 8, 64, 8192, factor=32.0, tied_embeddings=True),
+    "llama3.2-3b": llama31(28, 3072, 24, 8, 128, 8192, factor=32.0, tied_embeddings=True),
+    # Jiang et al. 2023, v0.1; Jiang et al. 2024. Source: config.json of each release.
+    "mistral-7b": llama(32, 4096, 32, 8, 128, 14336, context_length=32768, pattern=("sliding",), window=4096),
+    "mixtral-8x7b": llama(
+        *(32, 4096, 32, 8, 128, 14336),
+        context_length=32768,
+        rope_theta=1_000_000.0,
+        experts=8,
+        experts_per_token=2,
+        router_aux_weight=0.02,
+    ),
+    "qwen2.5-0.5b": qwen25_small(24, 896, 14, 2, 64, 4864, context_length=32768),
+    "qwen2.5-1.5b": qwen25_small(28, 1536, 12, 2, 128, 8960),
+    "qwen2.5-3b": qwen25_small(36, 2048, 16, 2, 128, 11008, context_length=32768),
+    "qwen2.5-7b": qwen25(28, 3584, 28, 4, 128, 18944, norm_eps=1e-6),
+    "qwen2.5-14b": qwen25(48, 5120, 40, 8, 128, 13824),
+    "qwen2.5-32b": qwen25(64, 5120, 40, 8, 128, 27648),
+    "qwen2.5-72b": qwen25(80, 8192, 64, 8, 128, 29568),
+    "qwen3-0.6b": qwen3(28, 1024, 16, 8, 128, 3072, tied_embeddings=True),
+    "qwen3-1.7b": qwen3(28, 2048, 16, 8, 128, 6144, tied_embeddings=True),
+    "qwen3-4b": qwen3(36, 2560, 32, 8, 128, 9728, tied_embeddings=True),
+    "qwen3-8b": qwen3(36, 4096, 32, 8, 128, 12288),
+    "qwen3-14b": qwen3(40, 5120, 40, 8, 128, 17408),
+    "qwen3-32b": qwen3(64, 5120, 64, 8, 128, 25600),
+    "qwen3-30b-a3b": qwen3(48, 2048, 32, 4, 128, 768, experts=128, experts_per_token=8, router_aux_weight=0.001),
+    "gemma2-2b": gemma2(26, 2304, 8, 4, 256, 9216),
+    "gemma2-9b": gemma2(42, 3584, 16, 8, 256, 14336),
+    # Both 27B models scale attention by (D / N) ** -0.5, the smaller ones by H ** -0.5.
+    "gemma2-27b": gemma2(46, 4608, 32, 16, 128, 36864, query_scale=(4608 / 32) ** -0.5),
+    "gemma3-1b": gemma3(
+        *(26, 1152, 4, 1, 256, 6912),
+        context_length=32768,
+        window=512,
+        rope_scaling="none",
+        rope_factor=1.0,
+    ),
+    "gemma3-4b": gemma3(34, 2560, 8, 4, 256, 10240),
+    "gemma3-12b": gemma3(48, 3840, 16, 8, 256, 15360),
+    "gemma3-27b": gemma3(62, 5376, 32, 16, 128, 21504, query_scale=(5376 / 32) ** -0.5),
+    "smollm2-135m": smollm2(30, 576, 9, 3, 64, 1536, init_std=1 / 24),
+    "smollm2-360m": smollm2(32, 960, 15, 5, 64, 2560),
+    "smollm2-1.7b": smollm2(24, 2048, 32, 32, 64, 8192, rope_theta=130_000.0),
+    "smollm3-3b": smollm3(36, 2048, 16, 4, 128, 11008),
+    "olmo2-1b": olmo2(16, 2048, 16, 16, 128, 8192),
+    "olmo2-7b": olmo2(32, 4096, 32, 32, 128, 11008),
+    "olmo2-13b": olmo2(40, 5120, 40, 40, 128, 13824),
+    "olmo2-32b": olmo2(64, 5120, 40, 8, 128, 27648),
+    "phi3-mini-4k": phi3(32, 3072, 32, 32, 96, 8192, pattern=("sliding",), window=2047),
+    "phi3-medium-4k": phi3(40, 5120, 40, 10, 128, 17920, pattern=("sliding",), window=2047),
+    "phi3.5-mini": phi_longrope(
+        *(32, 3072, 32, 32, 96, 8192), short=longrope.PHI35_MINI_SHORT, long=longrope.PHI35_MINI_LONG
+    ),
+    "phi4": phi3(40, 5120, 40, 10, 128, 17920, vocab_size=100352, context_length=16384, rope_theta=250_000.0),
+    "phi4-mini": phi_longrope(
+        *(32, 3072, 24, 8, 128, 8192),
+        short=longrope.PHI4_MINI_SHORT,
+        long=longrope.PHI4_MINI_LONG,
+        vocab_size=200064,
+        rope_dim=96,
+        tied_embeddings=True,
+    ),
+}
+
+
+def resolve(model: ModelConfig) -> Architecture:
+    """The architecture named `model.name`, with every override that is not None applied.
+
+    An override changes its own field and no other: a new width or number of heads keeps head_dim, and a new
+    width keeps embedding_scale. The one exception is a model with as many key heads as query heads (no
+    grouping), which stays one: there `heads` sets `kv_heads` too, unless that is given. Where every field is given
+    that has no default, as `listed` gives them, the name may be any.
+
+    Raises:
+      UserError: there is no such name; it tells the nearest ones.
+    """
+    fields = dataclasses.fields(Architecture)
+    overrides = {field.name: getattr(model, field.name) for field in fields if getattr(model, field.name) is not None}
+    if model.name not in ARCHITECTURES:
+        if all(field.name in overrides for field in fields if field.default is dataclasses.MISSING):
+            return Architecture(**overrides)
+        near = difflib.get_close_matches(model.name, ARCHITECTURES, n=3, cutoff=0.0)
+        raise UserError(f"config.model.name is {model.name!r}, which is no known model; nearest: {', '.join(near)}")
+    entry = ARCHITECTURES[model.name]
+    if "heads" in overrides and entry.kv_heads == entry.heads:
+        overrides = {"kv_heads": overrides["heads"]} | overrides
+    return dataclasses.replace(entry, **overrides)
+
+
+def listed(name: str, model: Architecture) -> ModelConfig:
+    """The configuration of a model that is in no table here: all of its numbers, under a name for messages."""
+    return ModelConfig(name=name, **{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
+
+
+def resolve_config(config: Config) -> Architecture:
+    """The architecture of a run whose whole configuration has been checked.
+
+    Raises:
+      UserError: one line naming the fields and the fix.
+    """
+    config_tree.check_types(config)
+    model = resolve(config.model)
+    validate.check(config, model)
+    return model

@@ -1,0 +1,1 @@
+"""Checkpoints: written atomically, verified by checksum, opened on any mesh."""

@@ -1,0 +1,43 @@
+"""The typed configuration of a run, its overrides and its checks; `from jaxllm.config import Config`."""
+
+from jaxllm.config.schema import (
+    CHOICES,
+    LAYER_KINDS,
+    LORA_TARGETS,
+    Architecture,
+    AttentionConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LedgerConfig,
+    LogConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CHOICES",
+    "LAYER_KINDS",
+    "LORA_TARGETS",
+    "Architecture",
+    "AttentionConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "LedgerConfig",
+    "LogConfig",
+    "LoraConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "RematConfig",
+    "TrainConfig",
+]

@@ -1,0 +1,128 @@
+"""The configuration tree as paths and as dictionaries, its unknown keys, and the types of its values.
+
+What fields must be to one another is `jaxllm.config.validate`' business.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.config import CHOICES, Config
+from jaxllm.errors import UserError
+
+
+def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Flat view of a configuration tree: dotted path -> value."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= field_paths(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+def unknown_key(path: str) -> UserError:
+    """The error for a key that is not in the tree: it names the nearest key that is."""
+    known = list(field_paths(Config()))
+    section, _, leaf = path.partition(".")
+    sections = [field.name for field in dataclasses.fields(Config)]
+    # A right field in a wrong section is a commoner slip than a near spelling; so is one without its section.
+    candidates = [key for key in known if key.split(".")[-1] == (leaf or section)]
+    if not candidates and not leaf:
+        candidates = difflib.get_close_matches(section, sections, n=1, cutoff=0.0)
+    elif not candidates and section in sections:
+        leaves = [key.split(".")[-1] for key in known if key.startswith(f"{section}.")]
+        candidates = [f"{section}.{near}" for near in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.0)]
+    near = (candidates or difflib.get_close_matches(path, known, n=1, cutoff=0.0))[0]
+    return UserError(f"config has no field '{path}'; did you mean '{near}'?")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain dictionaries, for JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """Inverse of `to_dict`.
+
+    Raises:
+      UserError: a key that is not in the tree, or a value of the wrong type.
+    """
+    config = Config()
+    for section, fields in values.items():
+        if not hasattr(config, section):
+            raise unknown_key(section)
+        if not dataclasses.is_dataclass(getattr(config, section)):
+            setattr(config, section, fields)
+            continue
+        if not isinstance(fields, Mapping):
+            raise UserError(f"config.{section} is {fields!r}; it must be a table of that section's fields")
+        for name, value in fields.items():
+            target = getattr(config, section)
+            if not hasattr(target, name):
+                raise unknown_key(f"{section}.{name}")
+            setattr(target, name, tuple(value) if isinstance(value, list) else value)
+    check_types(config)
+    return config
+
+
+def split_lists(config: Config) -> None:
+    """Lists of words as a person types them, `q,v`, become tuples of words."""
+    for section in dataclasses.fields(config):
+        node = getattr(config, section.name)
+        for name, value in list(vars(node).items()) if dataclasses.is_dataclass(node) else ():
+            if isinstance(value, tuple) and any(isinstance(item, str) for item in value):
+                words = [word.strip() for item in value for word in str(item).split(",")]
+                setattr(node, name, tuple(word for word in words if word))
+
+
+def check_types(config: Config) -> None:
+    """Every field holds a value of its annotated type, and a string one of its choices.
+
+    Raises:
+      UserError: names the field, its value and what it may be.
+    """
+    for extra in vars(config).keys() - {f.name for f in dataclasses.fields(config)}:
+        raise unknown_key(extra)
+    default = Config()
+    for section in dataclasses.fields(config):
+        node = getattr(config, section.name)
+        expected = type(getattr(default, section.name))
+        if type(node) is not expected:
+            raise UserError(f"config.{section.name} is {node!r}; it must be a {expected.__name__}")
+        if dataclasses.is_dataclass(node):
+            _check_section(section.name, node)
+
+
+def _check_section(name: str, node: Any) -> None:
+    for extra in vars(node).keys() - {f.name for f in dataclasses.fields(node)}:
+        raise unknown_key(f"{name}.{extra}")
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        path = f"{name}.{field.name}"
+        if not _is_instance(value, field.type):
+            wanted = getattr(field.type, "__name__", str(field.type))
+            raise UserError(f"config.{path} is {value!r} ({type(value).__name__}); it must be {wanted}")
+        if path in CHOICES and value is not None and value not in CHOICES[path]:
+            near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"config.{path} is {value!r}; it must be one of {', '.join(CHOICES[path])} (did you mean {near!r}?)"
+            )
+
+
+def _is_instance(value: Any, annotation: Any) -> bool:
+    """isinstance for the annotations that the tree has: scalars, tuples of them, and their optional forms."""
+    if isinstance(annotation, types.UnionType):
+        return any(_is_instance(value, option) for option in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return isinstance(value, tuple) and all(_is_instance(item, typing.get_args(annotation)[0]) for item in value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)

@@ -1,0 +1,268 @@
+"""The relations between the fields of a configuration: one clear line for the first that does not hold."""
+
+import difflib
+from collections.abc import Iterable
+
+from jaxllm.config import LAYER_KINDS, LORA_TARGETS, Architecture, Config, OptimizerConfig, remat
+from jaxllm.config import attention as attention_choice
+from jaxllm.config.overrides import check_types, field_paths
+from jaxllm.errors import UserError
+
+Shape = tuple[int, ...]
+# Their updates are of whole rows and columns, which padding would change.
+_NOT_ELEMENTWISE = ("adafactor", "muon")
+
+
+def check_architecture(model: Architecture) -> None:
+    """Relations between the numbers of one architecture.
+
+    Raises:
+      UserError: names both fields and a fix.
+    """
+    for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "context_length"):
+        if getattr(model, name) < 1:
+            raise UserError(f"config.model.{name} is {getattr(model, name)}; it must be at least 1")
+    if model.heads % model.kv_heads:
+        raise UserError(
+            f"config.model.heads ({model.heads}) is not a multiple of config.model.kv_heads ({model.kv_heads}); "
+            f"set kv_heads to a divisor of {model.heads}"
+        )
+    if not model.pattern or set(model.pattern) - set(LAYER_KINDS):
+        kinds = " or ".join(map(repr, LAYER_KINDS))
+        raise UserError(f"config.model.pattern is {model.pattern!r}; it lists layer kinds, each {kinds}")
+    if "sliding" in model.pattern and model.window < 1:
+        raise UserError(
+            f"config.model.window is {model.window} while config.model.pattern has sliding layers; "
+            "set window to the tokens such a layer sees"
+        )
+    if "nope" in model.pattern and model.positions != "rotary":
+        raise UserError(
+            f"config.model.pattern has 'nope' layers, which are not rotated, while config.model.positions is "
+            f"{model.positions!r}; call them 'full'"
+        )
+    _check_rotation(model)
+    if model.experts and not 1 <= model.experts_per_token <= model.experts:
+        raise UserError(
+            f"config.model.experts_per_token ({model.experts_per_token}) must be between 1 and "
+            f"config.model.experts ({model.experts})"
+        )
+    if model.unroll < 1:
+        raise UserError(f"config.model.unroll is {model.unroll}; it must be at least 1 (1 is no unrolling)")
+
+
+def _check_rotation(model: Architecture) -> None:
+    field = "rope_dim" if model.rope_dim else "head_dim"
+    if model.positions == "rotary" and model.rotated % 2:
+        raise UserError(
+            f"config.model.{field} ({model.rotated}) is odd while config.model.positions is 'rotary', "
+            f"which turns pairs; make {field} even"
+        )
+    if not 0 <= model.rope_dim <= model.head_dim:
+        raise UserError(
+            f"config.model.rope_dim ({model.rope_dim}) must be between 0 and config.model.head_dim ({model.head_dim}); "
+            "0 rotates all of a head"
+        )
+    if model.rope_scaling in ("llama3", "yarn", "longrope") and model.rope_original_context < 1:
+        raise UserError(
+            f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
+            f"{model.rope_original_context}; set rope_original_context to the context before scaling"
+        )
+    if model.rope_scaling == "longrope":
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = getattr(model, name)
+            if len(factors) != model.rotated // 2 or not all(factor > 0 for factor in factors):
+                raise UserError(
+                    f"config.model.{name} has {len(factors)} numbers while config.model.rope_scaling is 'longrope'; it "
+                    f"takes one for each of the {model.rotated // 2} pairs that are rotated, all positive"
+                )
+    if not model.rope_factor > 0:  # a NaN too
+        raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
+    if not model.rope_attention_factor >= 0:
+        raise UserError(
+            f"config.model.rope_attention_factor is {model.rope_attention_factor}; it must be positive, or 0 for the "
+            "factor of config.model.rope_scaling's own"
+        )
+
+
+def check(config: Config, model: Architecture) -> None:
+    """All of a run's configuration: types, choices, and the relations between fields.
+
+    Args:
+      config: the tree as the user wrote it.
+      model: its model, resolved by `jaxllm.architectures.resolve`.
+    Raises:
+      UserError: one line naming the fields and the fix.
+    """
+    check_types(config)
+    check_architecture(model)
+    data, train, optimizer = config.data, config.train, config.optimizer
+    values = field_paths(config)
+    for path, least in _LEAST.items():
+        if values[path] < least:
+            raise UserError(f"config.{path} is {values[path]}; it must be at least {least}")
+    if data.sequence_length > model.context_length:
+        raise UserError(
+            f"config.data.sequence_length ({data.sequence_length}) is longer than config.model.context_length "
+            f"({model.context_length}); shorten the first or raise the second"
+        )
+    if data.source != "python" and not data.path:
+        raise UserError(
+            f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob"
+        )
+    if data.tokenizer == "model" and not config.init_from:
+        raise UserError(
+            "config.data.tokenizer is 'model', the one of the model that config.init_from names, which is empty; set "
+            "one of the two"
+        )
+    if not 0 < data.validation_fraction < 1:
+        raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
+    _check_mesh(config, model)
+    _check_lora(config, model)
+    remat.parse(config.remat.policy)
+    attention_choice.require(config, model)
+    if optimizer.warmup_steps > train.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) is more than config.train.steps "
+            f"({train.steps}); shorten the warm-up"
+        )
+    if optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
+            f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
+        )
+    if not config.ledger.tolerance >= 0:  # a NaN too
+        raise UserError(f"config.ledger.tolerance is {config.ledger.tolerance}; it must be at least 0 (0.15 is 15 %)")
+    if not optimizer.peak_lr > 0:  # a NaN too
+        raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
+
+
+def check_update(
+    optimizer: OptimizerConfig, policy: str, mixed: bool, arrays: Iterable[tuple[str, Shape, Shape]]
+) -> None:
+    """The optimizer can update the arrays where they lie; the trainer asks before it starts, and so does the ledger.
+
+    Args:
+      policy: of precision, resolved.
+      mixed: whether it has master weights.
+      arrays: of each its name, its shape, and the shape that its moments are stored in.
+    Raises:
+      UserError: it cannot; names the fields, or the array, and the fix.
+    """
+    if optimizer.offload == "all" and not mixed:
+        raise UserError(
+            f"config.optimizer.offload is 'all' and config.precision.policy {policy!r} has no master weights: "
+            "what computes stays on the device; set it to 'moments', or the policy to bf16"
+        )
+    if optimizer.name not in _NOT_ELEMENTWISE:
+        return
+    if optimizer.offload != "none":
+        raise UserError(
+            f"config.optimizer.offload is {optimizer.offload!r} and config.optimizer.name={optimizer.name} does not "
+            "update array by array; set offload to 'none', or use adamw"
+        )
+    for name, shape, stored in arrays:
+        if shape != stored:
+            raise UserError(
+                f"{name} {list(shape)} would be padded to {list(stored)} on this mesh, which "
+                f"config.optimizer.name={optimizer.name} cannot update; change config.mesh, or use adamw"
+            )
+
+
+def _check_lora(config: Config, model: Architecture) -> None:
+    lora = config.lora
+    if not lora.rank:
+        return
+    if not lora.alpha > 0:  # a NaN too
+        raise UserError(f"config.lora.alpha is {lora.alpha}; it must be positive (twice config.lora.rank is usual)")
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        raise UserError(
+            f"config.lora.targets is {lora.targets!r}; list projections, each once, of {', '.join(LORA_TARGETS)}"
+        )
+    heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    outputs = {"q": heads, "k": keys, "v": keys, "out": heads}
+    for target in lora.targets:
+        if target not in LORA_TARGETS:
+            near = difflib.get_close_matches(target, LORA_TARGETS, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"config.lora.targets names {target!r}, which is no projection; did you mean {near!r}? "
+                f"(all: {', '.join(LORA_TARGETS)})"
+            )
+        if target == "gate" and not model.gated:
+            raise UserError(
+                f"config.lora.targets names 'gate' and config.model.mlp is {model.mlp!r}, which has none; take it out"
+            )
+        if model.experts and LORA_TARGETS[target] == "mlp":
+            raise UserError(
+                f"config.lora.targets names {target!r}, of which each of the {model.experts} experts has one; "
+                "adapters go beside attention only there: q, k, v, out"
+            )
+        least = min(model.width, outputs.get(target, model.mlp_width))
+        if lora.rank > least:
+            raise UserError(
+                f"config.lora.rank ({lora.rank}) is more than the smaller side of {target} ({least}), and no change of "
+                f"that matrix has a higher rank; set it to {least} or less"
+            )
+
+
+def _check_mesh(config: Config, model: Architecture) -> None:
+    mesh, train, length = config.mesh, config.train, config.data.sequence_length
+    if mesh.zero not in (0, 1, 2, 3):
+        raise UserError(f"config.mesh.zero is {mesh.zero}; the stages are 0, 1, 2 and 3")
+    rows = train.accumulate * mesh.replica * mesh.data
+    if train.batch_size % rows:
+        raise UserError(
+            f"config.train.batch_size ({train.batch_size}) is not a multiple of config.train.accumulate "
+            f"({train.accumulate}) × config.mesh.replica ({mesh.replica}) × config.mesh.data ({mesh.data}); "
+            f"the next that is: {_next_multiple(train.batch_size, rows)}"
+        )
+    if train.batch_size % config.data.streams:
+        raise UserError(
+            f"config.train.batch_size ({train.batch_size}) is not a multiple of config.data.streams "
+            f"({config.data.streams}); the next that is: {_next_multiple(train.batch_size, config.data.streams)}"
+        )
+    if train.attention_chunk and length % train.attention_chunk:
+        raise UserError(
+            f"config.data.sequence_length ({length}) is not a multiple of config.train.attention_chunk "
+            f"({train.attention_chunk}); set the second to a divisor of the first, or to 0"
+        )
+    # The vocabulary is padded to the axis; what else is split over it must divide.
+    split = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.mlp_width": model.mlp_width}
+    for path, size in (split | {"data.sequence_length": length}).items():
+        if size % mesh.tensor:
+            raise UserError(
+                f"config.{path} ({size}) does not divide over config.mesh.tensor ({mesh.tensor}); "
+                f"set config.mesh.tensor to a divisor of {size}"
+            )
+
+
+_LEAST: dict[str, int] = {
+    "data.sequence_length": 2,
+    "data.shuffle_window": 1,
+    "data.streams": 1,
+    "lora.rank": 0,
+    "mesh.replica": 1,
+    "mesh.data": 1,
+    "mesh.tensor": 1,
+    "train.steps": 1,
+    "train.batch_size": 1,
+    "train.accumulate": 1,
+    "train.loss_chunk": 1,
+    "train.attention_chunk": 0,
+    "precision.loss_scale": 1,
+    "precision.loss_scale_growth": 1,
+    "optimizer.warmup_steps": 0,
+    "optimizer.decay_steps": 0,
+    "optimizer.clip_norm": 0,
+    "optimizer.weight_decay": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "eval.every": 0,
+    "eval.batches": 1,
+    "log.every": 1,
+    "log.profile_start": 0,
+    "log.profile_steps": 0,
+}
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of

@@ -1,0 +1,155 @@
+"""Writes a model in another format: python -m jaxllm.convert --model MODEL --to safetensors|gguf|peft --out PATH
+
+MODEL is the workdir of a training run, a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub. Out comes
+a folder that transformers loads, or a file that llama.cpp loads, with the tokenizer; complete, or not at all. Weights
+keep the dtype that they have, and so every bit, unless --dtype or --quantization says otherwise; what is in blocks that
+we do not write (Q4_K) counts as float32.
+
+Low-rank adapters that a run trained are added to its weights; with --to peft they alone are written, as a folder that
+the PEFT library loads beside the model that the run started from.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from absl import flags
+
+from jaxllm import commandline
+from jaxllm.checkpoints import open_any
+from jaxllm.errors import UserError
+from jaxllm.interop import byte_file, peft
+from jaxllm.interop import text as texts
+from jaxllm.interop.gguf import model as gguf
+from jaxllm.interop.huggingface import model as huggingface
+from jaxllm.interop.pretrained import Pretrained
+from jaxllm.interop.tokenizer import ByteTokenizer, JsonTokenizer
+
+_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_KINDS = ("safetensors", "gguf", "peft")
+
+_MODEL = flags.DEFINE_string("model", None, "Workdir, Hugging Face folder, .gguf file, or id of the hub.")
+_TO = flags.DEFINE_string("to", None, "safetensors, gguf or peft.")
+_OUT = flags.DEFINE_string("out", None, "Folder or file to write; it must not be there yet.")
+_DTYPE = flags.DEFINE_string(
+    "dtype", None, "Of safetensors: float32, bfloat16 or float16; that of the model if not given."
+)
+_QUANTIZATION = flags.DEFINE_string(
+    "quantization", None, f"Of GGUF: {', '.join(gguf.QUANTIZATIONS)}; the dtype of the model if not given."
+)
+_SHARD_GIB = flags.DEFINE_float("shard_gib", 5.0, "Most GiB of one safetensors file.")
+
+
+def main() -> None:
+    spec, kind, out = _MODEL.value, _TO.value, _OUT.value
+    if not spec or not out:
+        raise UserError(f"no --{'out' if spec else 'model'} given; for instance --model runs/quickstart --out exported")
+    if kind not in _KINDS:
+        raise UserError(f"--to is {kind!r}; it must be one of {', '.join(_KINDS)}")
+    if _DTYPE.value not in (None, *_DTYPES):
+        raise UserError(f"--dtype is {_DTYPE.value!r}; it must be one of {', '.join(_DTYPES)}")
+    if _QUANTIZATION.value not in (None, *gguf.QUANTIZATIONS):
+        raise UserError(f"--quantization is {_QUANTIZATION.value!r}; it must be one of {', '.join(gguf.QUANTIZATIONS)}")
+    if not _SHARD_GIB.value > 0:
+        raise UserError(f"--shard_gib is {_SHARD_GIB.value}; it must be more than 0")
+    target = pathlib.Path(out).expanduser()
+    if target.exists():
+        raise UserError(f"--out {out} is there already; give another path, or take it away")
+    jax.config.update("jax_platforms", "cpu")  # numbers are only moved; an accelerator's memory may be too small
+    write = _writer(spec, kind, target.stem)
+    staging = target.with_name(f".writing-{target.name}")
+    _remove(staging)  # of a run that was killed
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write(staging)
+        staging.rename(target)
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written ({error.strerror or error}); make room, or give another path"
+        ) from error
+    finally:
+        _remove(staging)
+    print(f"wrote {target}")
+
+
+def _writer(spec: str, kind: str, name: str) -> Callable[[pathlib.Path], None]:
+    """What writes the model to a path; the model is open, none of its weights are read."""
+    if kind == "peft":
+        run = open_any.open_adapters(pathlib.Path(spec).expanduser())
+
+        def write_adapters(folder: pathlib.Path) -> None:
+            folder.mkdir()
+            peft.export(folder, run.model, run.lora, run.load(), run.base)
+
+        return write_adapters
+    opened = open_any.open_any(spec)
+    if kind == "gguf":
+        return lambda path: _write_gguf(opened, path, name)
+
+    def write_folder(folder: pathlib.Path) -> None:
+        folder.mkdir()
+        _write_folder(opened, folder)
+
+    return write_folder
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_gguf(opened: Pretrained, path: pathlib.Path, name: str) -> None:
+    tokenizer = _tokenizer(opened)
+    if tokenizer is None:
+        print(f"{opened.source} comes with no tokenizer: the file has none")
+    gguf.write(
+        path,
+        opened.model,
+        opened.load(opened.stored),
+        tokenizer,
+        quantization=_QUANTIZATION.value or gguf.kept(opened),
+        chat_template=opened.chat_template,
+        special=opened.special,
+        name=name,
+    )
+
+
+def _write_folder(opened: Pretrained, folder: pathlib.Path) -> None:
+    dtype = np.dtype(_DTYPES[_DTYPE.value]) if _DTYPE.value else opened.stored
+    tokenizer: Any = _tokenizer(opened)
+    if opened.tokenizer_files:
+        for file in opened.tokenizer_files:
+            shutil.copyfile(file, folder / file.name)
+    elif isinstance(tokenizer, JsonTokenizer):
+        text = texts.of(dataclasses.replace(opened, tokenizer=tokenizer))
+        assert text is not None
+        texts.save(text, folder)
+    elif tokenizer is None:
+        print(f"{opened.source} comes with no tokenizer: the folder has none")
+    else:
+        print(f"a {type(tokenizer).__name__} cannot be a tokenizer.json: the folder has none")
+    huggingface.export(
+        folder,
+        opened.model,
+        opened.load(dtype),
+        dtype,
+        shard_bytes=int(_SHARD_GIB.value * 2**30),
+        family=opened.family,
+        end_ids=opened.end_ids,
+        bos_id=None if tokenizer is None else tokenizer.bos_id,
+    )
+
+
+def _tokenizer(opened: Pretrained) -> Any:
+    return byte_file.as_json() if isinstance(opened.tokenizer, ByteTokenizer) else opened.tokenizer
+
+
+if __name__ == "__main__":
+    commandline.run(main)

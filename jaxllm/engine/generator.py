@@ -1,0 +1,263 @@
+"""The host's side of generation: prompts become a batch, device loops become text."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import programs
+from jaxllm.config import Architecture
+from jaxllm.decode import cache as cache_lib
+from jaxllm.decode import sampling as sampling_lib
+from jaxllm.decode import state as state_lib
+from jaxllm.decode import weights
+from jaxllm.decode.state import DecodeState
+from jaxllm.engine.request import Request, Result, Times, check, options_of
+from jaxllm.engine.stop_strings import StopStream
+from jaxllm.errors import UserError
+from jaxllm.interop.tokenizer import StreamDecoder, Tokenizer
+from jaxllm.ledger import device as device_lib
+from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.rows import Figure
+
+CHUNK = 128  # prompt tokens a row takes in at a time
+STEPS = 8  # tokens between two looks at the text
+_LEAST_CAPACITY = 128  # so that short requests of any length share one compilation
+
+# (index of the prompt, more of its text)
+OnText = Callable[[int, str], None]
+# (sequences, tokens that each may have); raises UserError where they do not fit.
+Admit = Callable[[int, int], None]
+
+
+def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int | None = None) -> np.ndarray:
+    """The prompt's ids, as a document begins.
+
+    Args:
+      capacity: tokens that a row's cache has; None is the model's context.
+    Raises:
+      UserError: no tokens, one that the model does not have, or too many for one more to fit.
+    """
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    tokens = np.concatenate([np.array(begin, np.int32), tokenizer.encode(prompt)])
+    if not len(tokens):
+        raise UserError("--prompt is empty and the tokenizer has no begin token; give at least one character")
+    largest = int(tokens.max())
+    if largest >= model.vocab_size:
+        raise UserError(
+            f"--prompt has a special token of id {largest} and the model's vocab_size is {model.vocab_size}: it has "
+            "no weights for that token; leave it out"
+        )
+    context = model.context_length
+    limit = min(context, capacity or context)
+    if len(tokens) >= limit:
+        cache = "" if limit == context else f" (of which the cache holds {limit})"
+        raise UserError(
+            f"--prompt has {len(tokens)} tokens and the model's context_length is {context}{cache}; "
+            f"shorten it to {limit - 1}, so that one more token fits"
+        )
+    return tokens
+
+
+def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
+    """Tokens a row gets room for: a power of two, so that few lengths are ever compiled; at most the context."""
+    needed = max(longest + max_new_tokens, _LEAST_CAPACITY)
+    return min(1 << (needed - 1).bit_length(), model.context_length)
+
+
+class _Row:
+    """A prompt's output as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], ends: Sequence[int]):
+        self._decoder = StreamDecoder(tokenizer)
+        self._stream = StopStream(stop)
+        self._ends = ends
+        self.tokens: list[int] = []
+        self.text = ""
+
+    @property
+    def stopped(self) -> bool:
+        return self._stream.stopped
+
+    def push(self, tokens: np.ndarray) -> str:
+        """Takes the row's part of a token buffer; returns the text that has become certain."""
+        text = ""
+        for token in tokens[tokens != state_lib.PAD].tolist():
+            if self.stopped:  # drawn before the host saw the stop string
+                break
+            self.tokens.append(token)
+            if token not in self._ends:
+                text += self._stream.push(self._decoder.push([token]))
+        self.text += text
+        return text
+
+    def finish(self) -> str:
+        text = self._stream.push(self._decoder.finish()) + self._stream.finish()
+        self.text += text
+        return text
+
+
+class Generator:
+    """A model ready to continue prompts.
+
+    Args:
+      params: the parameter tree, of any floating dtype; a copy in `dtype` is kept.
+      dtype: of weights and computation, and of the cache too where `cache_dtype` is None.
+      cache_dtype: of the cache; int8 has its scales beside.
+      capacity: tokens a row's cache has; None takes what each call needs, up to the model's context.
+      use_cache: False runs the whole forward pass for every token.
+      admit: asked before anything is allocated for a call; what it raises ends the call and not the generator.
+    Attributes:
+      live: bytes that the last call held on the device: "weights" and, where there was one, "KV cache".
+    Raises:
+      UserError: the tokenizer has ids that the model has not.
+    """
+
+    def __init__(
+        self,
+        model: Architecture,
+        params: Any,
+        tokenizer: Tokenizer,
+        dtype: jax.typing.DTypeLike,
+        *,
+        cache_dtype: jax.typing.DTypeLike | None = None,
+        capacity: int | None = None,
+        chunk: int = CHUNK,
+        steps: int = STEPS,
+        use_cache: bool = True,
+        admit: Admit | None = None,
+    ):
+        if tokenizer.vocab_size > model.vocab_size:
+            raise UserError(
+                f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocab_size is {model.vocab_size}; "
+                "use the tokenizer that the model was trained with"
+            )
+        self._model = model
+        self._turned = jax.default_backend() == "tpu"
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        self._params = weights.turn(params) if self._turned else params
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._cache_dtype = dtype if cache_dtype is None else cache_dtype
+        self._capacity = capacity
+        self._chunk, self._steps = chunk, steps
+        self._use_cache = use_cache
+        self._admit = admit
+        self.live: dict[str, int] = {}
+        self._compiled: dict[tuple[str, int, int], jax.stages.Compiled] = {}
+
+    def encode(self, prompt: str) -> np.ndarray:
+        """The prompt's ids, as a document begins.
+
+        Raises:
+          UserError: no tokens, or too many for one more to fit.
+        """
+        return encode(prompt, self._tokenizer, self._model, self._capacity)
+
+    def capacity_for(self, longest: int, max_new_tokens: int) -> int:
+        """Tokens a row gets room for."""
+        if self._capacity is not None:
+            return min(self._capacity, self._model.context_length)
+        return capacity_for(longest, max_new_tokens, self._model)
+
+    def generate(
+        self, prompts: Sequence[str], request: Request, on_text: OnText | None = None
+    ) -> tuple[list[Result], Times]:
+        """Continues every prompt, all in one batch.
+
+        Args:
+          on_text: told of each prompt's text as it becomes certain.
+        Raises:
+          UserError: names the flag whose value is wrong.
+        """
+        check(request, len(prompts))
+        ids = [self.encode(prompt) for prompt in prompts]
+        capacity = self.capacity_for(max(map(len, ids)), request.max_new_tokens)
+        if self._admit is not None:
+            self._admit(len(ids), capacity)
+        ends = () if request.ignore_eos else tuple(self._tokenizer.end_ids)
+        rows = [_Row(self._tokenizer, request.stop, ends) for _ in prompts]
+        tell = on_text or (lambda _index, _text: None)
+
+        began = time.perf_counter()
+        decode = self._program("decode" if self._use_cache else "decode_without_cache", len(ids), capacity)
+        prefill = self._program("prefill", len(ids), capacity) if self._use_cache else None
+        state = self._start(ids, request, capacity, ends)
+        ready = time.perf_counter()
+        if prefill is not None:
+            state = self._prefill(prefill, state, ids, capacity)
+        first = 0.0
+        limit = 1  # the first token comes alone, the sooner for it
+        while True:
+            state, buffer = decode(self._params, state, np.int32(limit))
+            tokens, finished = np.asarray(buffer), np.array(state.finished)
+            first, limit = first or time.perf_counter(), self._steps
+            for index, row in enumerate(rows):
+                text = row.push(tokens[index])
+                if text:
+                    tell(index, text)
+                finished[index] |= row.stopped
+            if finished.all():
+                break
+            state = state.replace(finished=jnp.array(finished))
+        ended = time.perf_counter()
+        self.live = {"weights": device_lib.tree_bytes(self._params)}
+        if prefill is not None:
+            self.live["KV cache"] = device_lib.tree_bytes(state.cache.kv)
+
+        for index, row in enumerate(rows):
+            text = row.finish()
+            if text:
+                tell(index, text)
+        reasons = np.asarray(state.reason).tolist()
+        results = [
+            Result(prompt, row.text, row.tokens, "stop" if row.stopped else state_lib.REASONS[reason])
+            for prompt, row, reason in zip(prompts, rows, reasons, strict=True)
+        ]
+        new = sum(len(row.tokens) for row in rows)
+        rate = (new - len(rows)) / (ended - first) if ended > first else 0.0
+        times = Times(ready - began, first - ready, ended - first, sum(map(len, ids)), new, rate)
+        return results, times
+
+    def compiled_peaks(self) -> dict[str, Figure]:
+        """Bytes that XLA gives each program of the last call, by name: the figure of `ledger.compiled`."""
+        newest = {name: program for (name, _, _), program in self._compiled.items()}
+        return {name: attached.figures(program)["peak"] for name, program in newest.items()}
+
+    def _program(self, name: str, batch: int, capacity: int) -> jax.stages.Compiled:
+        """The executable, compiled at its first use."""
+        key = (name, batch, capacity)
+        if key not in self._compiled:
+            width = min(self._chunk, capacity) if name == "prefill" else self._steps
+            how: dict[str, Any] = {"turned": self._turned}
+            if self._use_cache:
+                how["cache_dtype"] = self._cache_dtype
+            program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **how)
+            self._compiled[key] = program.compile()
+        return self._compiled[key]
+
+    def _start(self, ids: Sequence[np.ndarray], request: Request, capacity: int, ends: Sequence[int]) -> DecodeState:
+        B = len(ids)
+        sampling = sampling_lib.make_params(options_of(request, B), ids, self._tokenizer.vocab_size)
+        # The cache's room bounds every row; a larger number need not fit an int32.
+        limits, end_ids = [min(request.max_new_tokens, capacity)] * B, [ends] * B
+        if not self._use_cache:
+            return state_lib.start_without_cache(self._model, ids, capacity, sampling, limits, end_ids)
+        cache = cache_lib.create(self._model, B, capacity, self._cache_dtype)
+        return state_lib.start(self._model, cache, sampling, limits, end_ids)
+
+    def _prefill(
+        self, program: Callable[..., Any], state: DecodeState, ids: Sequence[np.ndarray], capacity: int
+    ) -> DecodeState:
+        """Takes the prompts in, a chunk at a time: one compilation for prompts of any length."""
+        chunk = min(self._chunk, capacity)
+        for begin in range(0, max(map(len, ids)), chunk):
+            tokens, valid = np.zeros((len(ids), chunk), np.int32), np.zeros((len(ids), chunk), bool)
+            for row, prompt in enumerate(ids):
+                part = prompt[begin : begin + chunk]
+                tokens[row, : len(part)], valid[row, : len(part)] = part, True
+            state = program(self._params, state, tokens, valid)
+        return state

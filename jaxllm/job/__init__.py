@@ -1,0 +1,1 @@
+"""One training job over many processes: start-up, liveness, and stopping together."""

@@ -1,0 +1,1 @@
+"""Flash attention in Pallas for GPUs and TPUs."""

@@ -1,0 +1,400 @@
+"""Flash attention for TPU, through Mosaic.
+
+The same tiles as `flash_triton`, but a TPU runs a kernel's grid in order on one core, so that sums wait in scratch
+memory from one step of the innermost dimension to the next. That dimension counts the tiles that the mask leaves to a
+block, not all there are. A step past a block's last tile does nothing, and fetches nothing, since its block is the one
+that is there already.
+
+What is one number a query (segment, lse, delta) comes as a row [1, T], which is compact in memory; where a tile needs
+it down its side, it is turned once a block, in scratch.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from jaxllm.kernels.flash.tile import (
+    EMPTY,
+    HIDDEN,
+    LEAST,
+    LN_2,
+    LOG2_E,
+    Index,
+    Inputs,
+    Rule,
+    blocks_of,
+    key_head,
+    losses,
+)
+from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
+
+LANES = 128
+
+
+def forward(
+    inputs: Inputs,
+    rule: Rule,
+    tiles: Tiles,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """The output, and log(sum(exp(scores))) of each row."""
+    q, k, v, q_segments, k_segments = inputs
+    (B, T, N, H), G = q.shape, inputs.group
+    tile = _fit(tiles.forward, rule)
+    specs = _by_queries(rule, tile, G, H)
+    out, lse = _call(
+        functools.partial(_forward_kernel, rule=rule, tile=tile),
+        interpret,
+        name="flash_attention",
+        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(rule, tile)),
+        in_specs=[specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)],
+        out_specs=[specs.queries, specs.statistics],
+        out_shape=[jax.ShapeDtypeStruct((B, N, T, H), v.dtype), jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)],
+        scratch_shapes=_scratch(tile, H),
+    )(q.swapaxes(1, 2), k, v, _row(q_segments), _row(k_segments))
+    return out.swapaxes(1, 2), lse[:, :, 0]
+
+
+def backward(
+    inputs: Inputs,
+    out: Float[Array, "B T N H"],
+    lse: Float[Array, "B N T"],
+    change: Float[Array, "B T N H"],
+    rule: Rule,
+    tiles: Tiles,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """Gradients of q, k and v from that of the output."""
+    q, k, v, q_segments, k_segments = inputs
+    (B, T, N, H), (_, K, S, _), G = q.shape, k.shape, inputs.group
+    delta = losses(out, change)
+    operands = (
+        *(q.swapaxes(1, 2), k, v, _row(q_segments), _row(k_segments)),
+        *(change.swapaxes(1, 2), lse[:, :, None], delta[:, :, None]),
+    )
+
+    tile = _fit(tiles.dq, rule)
+    specs = _by_queries(rule, tile, G, H)
+    (dq,) = _call(
+        functools.partial(_dq_kernel, rule=rule, tile=tile),
+        interpret,
+        name="flash_attention_dq",
+        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(rule, tile)),
+        in_specs=[
+            *(specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)),
+            *(specs.queries, specs.statistics, specs.statistics),
+        ],
+        out_specs=[specs.queries],
+        out_shape=[jax.ShapeDtypeStruct((B, N, T, H), q.dtype)],
+        scratch_shapes=_scratch(tile, H),
+    )(*operands)
+
+    tile = _fit(tiles.dkv, rule)
+    specs = _by_keys(rule, tile, G, H)
+    dk, dv = _call(
+        functools.partial(_dkv_kernel, rule=rule, tile=tile, steps=_most_queries(rule, tile)),
+        interpret,
+        name="flash_attention_dkv",
+        grid=(B, K, pl.cdiv(S, tile.keys), G * _most_queries(rule, tile)),
+        in_specs=[
+            *(specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)),
+            *(specs.queries, specs.statistics, specs.statistics),
+        ],
+        out_specs=[specs.keys, specs.keys],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        scratch_shapes=[
+            *[pltpu.VMEM((tile.keys, H), jnp.float32)] * 2,
+            pltpu.VMEM((tile.keys, LANES), jnp.int32),
+        ],
+    )(*operands)
+    return dq.swapaxes(1, 2), dk, dv
+
+
+def _scratch(tile: Tile, head_dim: int) -> Sequence[Any]:
+    """A sum for each query, two of its numbers, and its segment."""
+    return [
+        pltpu.VMEM((tile.queries, head_dim), jnp.float32),
+        *[pltpu.VMEM((tile.queries, LANES), jnp.float32)] * 2,
+        pltpu.VMEM((tile.queries, LANES), jnp.int32),
+    ]
+
+
+class _Specs:
+    """Blocks of a grid: of [B, heads, length, H], of [B, N, 1, T], and of segments [B, 1, length]."""
+
+    def __init__(self, tile: Tile, head_dim: int, query: Callable[..., Any], key: Callable[..., Any]) -> None:
+        """query, key: the (head, block) of a step of the grid."""
+
+        def rows(b: Index, *step: Index) -> tuple[Index, ...]:
+            head, block = query(*step)
+            return b, head, block, 0
+
+        def row(b: Index, *step: Index) -> tuple[Index, ...]:
+            head, block = query(*step)
+            return b, head, 0, block
+
+        def columns(b: Index, *step: Index) -> tuple[Index, ...]:
+            head, block = key(*step)
+            return b, head, block, 0
+
+        self.queries = pl.BlockSpec((None, None, tile.queries, head_dim), rows)
+        self.keys = pl.BlockSpec((None, None, tile.keys, head_dim), columns)
+        self.statistics = pl.BlockSpec((None, None, 1, tile.queries), row)
+        self.query_segments = pl.BlockSpec((None, 1, tile.queries), lambda b, *step: (b, 0, query(*step)[1]))
+        self.key_segments = pl.BlockSpec((None, 1, tile.keys), lambda b, *step: (b, 0, key(*step)[1]))
+
+
+def _by_queries(rule: Rule, tile: Tile, group: int, head_dim: int) -> _Specs:
+    def key(n: Index, i: Index, j: Index) -> tuple[Index, Index]:
+        low, high = _key_tiles(rule, tile, i)
+        return key_head(n, group), _clamp(low + j, high)
+
+    return _Specs(tile, head_dim, lambda n, i, j: (n, i), key)
+
+
+def _by_keys(rule: Rule, tile: Tile, group: int, head_dim: int) -> _Specs:
+    steps = _most_queries(rule, tile)
+
+    def query(h: Index, j: Index, step: Index) -> tuple[Index, Index]:
+        low, high = _query_tiles(rule, tile, j)
+        return h * group + lax.div(step, steps), _clamp(low + lax.rem(step, steps), high)
+
+    return _Specs(tile, head_dim, query, lambda h, j, step: (h, j))
+
+
+def _segment_specs(segments: Array | None, specs: _Specs) -> tuple[pl.BlockSpec | None, pl.BlockSpec | None]:
+    return (None, None) if segments is None else (specs.query_segments, specs.key_segments)
+
+
+def _row(segments: Array | None) -> Array | None:
+    return None if segments is None else segments[:, None]
+
+
+def _fit(tile: Tile, rule: Rule) -> Tile:
+    """No longer than the sequences need, in whole lanes."""
+    lengths = zip((tile.queries, tile.keys), (rule.queries, rule.keys), strict=True)
+    return Tile(*(min(size, pl.cdiv(length, LANES) * LANES) for size, length in lengths))
+
+
+def _key_tiles(rule: Rule, tile: Tile, i: Index) -> tuple[Index, Index]:
+    start = i * tile.queries
+    end = start + tile.queries
+    end = min(end, rule.queries) if isinstance(end, int) else jnp.minimum(end, rule.queries)
+    return blocks_of(rule.keys_of(start, end), tile.keys)
+
+
+def _query_tiles(rule: Rule, tile: Tile, j: Index) -> tuple[Index, Index]:
+    start = j * tile.keys
+    end = start + tile.keys
+    end = min(end, rule.keys) if isinstance(end, int) else jnp.minimum(end, rule.keys)
+    return blocks_of(rule.queries_of(start, end), tile.queries)
+
+
+def _most_keys(rule: Rule, tile: Tile) -> int:
+    """Steps of the innermost dimension; one at least, in which an output is written."""
+    spans = (_key_tiles(rule, tile, i) for i in range(pl.cdiv(rule.queries, tile.queries)))
+    return max(1, *(int(high - low) for low, high in spans))
+
+
+def _most_queries(rule: Rule, tile: Tile) -> int:
+    spans = (_query_tiles(rule, tile, j) for j in range(pl.cdiv(rule.keys, tile.keys)))
+    return max(1, *(int(high - low) for low, high in spans))
+
+
+def _clamp(block: Index, end: Index) -> Index:
+    return jnp.maximum(jnp.minimum(block, end - 1), 0)
+
+
+def _call(kernel: Callable[..., None], interpret: bool, **arguments: Any) -> Callable[..., Any]:
+    parameters = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
+    return pl.pallas_call(kernel, compiler_params=parameters, interpret=interpret, **arguments)
+
+
+def _forward_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_segments_ref: Any,
+    k_segments_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    total_ref: Any,
+    high_ref: Any,
+    summed_ref: Any,
+    segments_ref: Any,
+    *,
+    rule: Rule,
+    tile: Tile,
+) -> None:
+    i, j = pl.program_id(2), pl.program_id(3)
+    low, end = _key_tiles(rule, tile, i)
+
+    @pl.when(j == 0)
+    def begin() -> None:
+        total_ref[...] = jnp.zeros_like(total_ref)
+        high_ref[...] = jnp.full_like(high_ref, LEAST)
+        summed_ref[...] = jnp.zeros_like(summed_ref)
+        if q_segments_ref is not None:
+            segments_ref[...] = _column(q_segments_ref[...])
+
+    @pl.when(low + j < end)
+    def step() -> None:
+        v = _clean(v_ref[...], (low + j) * tile.keys, rule.keys)
+        bits = rule.bits(_dot(q_ref[...], k_ref[...], (1, 1)))
+        mask = _visible(rule, tile, i, low + j, segments_ref, k_segments_ref)
+        bits = jnp.where(mask, bits, HIDDEN)
+        high = high_ref[:, :1]
+        new_high = jnp.maximum(high, bits.max(1, keepdims=True))
+        weights = jnp.exp2(bits - new_high)
+        shrink = jnp.exp2(high - new_high)
+        total_ref[...] = total_ref[...] * shrink + _dot(weights.astype(v.dtype), v, (1, 0))
+        high_ref[...] = jnp.broadcast_to(new_high, high_ref.shape)
+        summed = summed_ref[:, :1] * shrink + weights.sum(1, keepdims=True)
+        summed_ref[...] = jnp.broadcast_to(summed, summed_ref.shape)
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def finish() -> None:
+        summed = summed_ref[...]
+        empty = summed == 0
+        whole = jnp.where(empty, 1.0, summed)
+        out_ref[...] = (total_ref[...] / whole[:, :1]).astype(out_ref.dtype)
+        lse = jnp.where(empty, EMPTY, high_ref[...] * LN_2 + jnp.log(whole))
+        lse_ref[...] = lse.T[:1]
+
+
+def _dq_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_segments_ref: Any,
+    k_segments_ref: Any,
+    change_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    dq_ref: Any,
+    total_ref: Any,
+    high_ref: Any,
+    lost_ref: Any,
+    segments_ref: Any,
+    *,
+    rule: Rule,
+    tile: Tile,
+) -> None:
+    i, j = pl.program_id(2), pl.program_id(3)
+    low, end = _key_tiles(rule, tile, i)
+
+    @pl.when(j == 0)
+    def begin() -> None:
+        total_ref[...] = jnp.zeros_like(total_ref)
+        high_ref[...] = _column(lse_ref[...] * LOG2_E)
+        lost_ref[...] = _column(delta_ref[...])
+        if q_segments_ref is not None:
+            segments_ref[...] = _column(q_segments_ref[...])
+
+    @pl.when(low + j < end)
+    def step() -> None:
+        k = _clean(k_ref[...], (low + j) * tile.keys, rule.keys)
+        bits = rule.bits(_dot(q_ref[...], k, (1, 1)))
+        mask = _visible(rule, tile, i, low + j, segments_ref, k_segments_ref)
+        weights = jnp.exp2(jnp.where(mask, bits, HIDDEN) - high_ref[:, :1])
+        products = _dot(change_ref[...], v_ref[...], (1, 1)) - lost_ref[:, :1]
+        # What was read past the end may be anything.
+        scores = jnp.where(mask, rule.slope(bits, weights * products), 0.0)
+        total_ref[...] += _dot(scores.astype(k.dtype), k, (1, 0))
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def finish() -> None:
+        dq_ref[...] = (total_ref[...] * rule.scale).astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_segments_ref: Any,
+    k_segments_ref: Any,
+    change_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    dk_total_ref: Any,
+    dv_total_ref: Any,
+    segments_ref: Any,
+    *,
+    rule: Rule,
+    tile: Tile,
+    steps: int,
+) -> None:
+    j, step_of_all = pl.program_id(2), pl.program_id(3)
+    low, end = _query_tiles(rule, tile, j)
+    i = low + lax.rem(step_of_all, steps)
+
+    @pl.when(step_of_all == 0)
+    def begin() -> None:
+        dk_total_ref[...] = jnp.zeros_like(dk_total_ref)
+        dv_total_ref[...] = jnp.zeros_like(dv_total_ref)
+        if k_segments_ref is not None:
+            segments_ref[...] = _column(k_segments_ref[...])
+
+    @pl.when(i < end)
+    def step() -> None:
+        # Keys down, queries along: the queries' numbers are rows already.
+        q = _clean(q_ref[...], i * tile.queries, rule.queries)
+        change = _clean(change_ref[...], i * tile.queries, rule.queries)
+        bits = rule.bits(_dot(k_ref[...], q, (1, 1)))
+        mask = _visible(rule, tile, i, j, q_segments_ref, segments_ref, turned=True)
+        weights = jnp.where(mask, jnp.exp2(jnp.where(mask, bits, HIDDEN) - lse_ref[...] * LOG2_E), 0.0)
+        dv_total_ref[...] += _dot(weights.astype(change.dtype), change, (1, 0))
+        products = _dot(v_ref[...], change, (1, 1)) - delta_ref[...]
+        scores = jnp.where(mask, rule.slope(bits, weights * products), 0.0)
+        dk_total_ref[...] += _dot(scores.astype(q.dtype), q, (1, 0))
+
+    @pl.when(step_of_all == pl.num_programs(3) - 1)
+    def finish() -> None:
+        dk_ref[...] = (dk_total_ref[...] * rule.scale).astype(dk_ref.dtype)
+        dv_ref[...] = dv_total_ref[...].astype(dv_ref.dtype)
+
+
+def _visible(
+    rule: Rule, tile: Tile, i: Index, j: Index, row_segments: Any, column_segments: Any, turned: bool = False
+) -> Array:
+    """The mask of a tile, queries down and keys along, or `turned`. What runs along is a row, what runs down a column
+    of scratch; `column_segments` is None where there are no segments."""
+    shape, (down, along) = ((tile.keys, tile.queries), (1, 0)) if turned else ((tile.queries, tile.keys), (0, 1))
+    rows = i * tile.queries + lax.broadcasted_iota(jnp.int32, shape, down)
+    columns = j * tile.keys + lax.broadcasted_iota(jnp.int32, shape, along)
+    if row_segments is None or column_segments is None:
+        mask = rule.visible(rows, columns, None, None)
+    elif turned:
+        mask = rule.visible(rows, columns, row_segments[...], column_segments[:, :1])
+    else:
+        mask = rule.visible(rows, columns, row_segments[:, :1], column_segments[...])
+    return mask & (rows < rule.queries) if rule.queries % tile.queries else mask
+
+
+def _column(row: Array) -> Array:
+    """[1, n] turned to [n, LANES], the same along the lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def _clean(rows: Array, first: Index, length: int) -> Array:
+    """Zeros for rows past the end, where anything may have been read: 0 times it need not be 0."""
+    if length % rows.shape[0] == 0:
+        return rows
+    index = first + lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+    return jnp.where(index < length, rows, jnp.zeros_like(rows))
+
+
+def _dot(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
+    # In float32 the unit would round its inputs to 8 bits.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,160 @@
+"""The collectives of a program, from its text: what each moves, between how many devices, and how often."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from jaxllm.ledger.compiled.hlo import Computation, Instruction, Module, Shape
+from jaxllm.ledger.compiled.hlo_runs import Runs, executed
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of one computation, as one device sees it.
+
+    Attributes:
+      op: of COLLECTIVES; an asynchronous one is named by what it does, and counted where it starts.
+      operands, results: arrays that this device gives and gets; several where XLA combined them.
+      devices: that take part with this one.
+      runs: how often it runs, and what is not known of that.
+      computation: where it stands.
+      note: the operation of the model that it comes from (`op_name`), "" where XLA lost it.
+    """
+
+    op: str
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    devices: int
+    runs: Runs
+    computation: str
+    note: str
+
+    @property
+    def operand_bytes(self) -> int:
+        """One time."""
+        return sum(shape.bytes for shape in self.operands)
+
+    @property
+    def result_bytes(self) -> int:
+        """One time."""
+        return sum(shape.bytes for shape in self.results)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({shape.dtype for shape in self.operands}))
+
+    @property
+    def volume(self) -> int:
+        """Elements that a device sends in all its runs, as the ZeRO paper counts (Rajbhandari et al. 2020, §7).
+
+        A ring gathers or reduce-scatters Ψ elements by sending Ψ(n−1)/n of them, counted as Ψ; an all-reduce is one
+        of each, 2Ψ. Of the others: what is sent.
+        """
+        if self.devices == 1:
+            return 0
+        gathered = self.results if self.op == "all-gather" else self.operands
+        once = sum(shape.elements for shape in gathered) * (2 if self.op == "all-reduce" else 1)
+        return once * self.runs.times
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that a device sends in all its runs, where the others are in one ring."""
+        n = self.devices
+        if n == 1:
+            return 0.0
+        size = max(self.operand_bytes, self.result_bytes) if self.op != "all-gather" else self.result_bytes
+        share = 1.0 if self.op == "collective-permute" else (n - 1) / n
+        return size * share * (2 if self.op == "all-reduce" else 1) * self.runs.times
+
+
+def collectives(module: Module) -> list[Collective]:
+    """All that run, in the order of the text within each computation."""
+    found = []
+    for computation, instruction, runs in executed(module):
+        op = instruction.opcode.removesuffix("-start")
+        if op not in COLLECTIVES or _is_continued(computation, instruction):
+            continue
+        results: tuple[Shape, ...] | None = None
+        if op == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+            op, results = "reduce-scatter", tuple(computation.root.shapes)  # a TPU's, in one fusion with its slice
+        operands = tuple(s for name in instruction.operands for s in computation.instructions[name].shapes)
+        found.append(
+            Collective(
+                op=op,
+                operands=operands,
+                results=_results(instruction, len(operands)) if results is None else results,
+                devices=_devices(instruction.attributes, module.devices),
+                runs=runs,
+                computation=computation.name,
+                note=_note(instruction),
+            )
+        )
+    return found
+
+
+def _is_continued(computation: Computation, instruction: Instruction) -> bool:
+    """Whether this is a later part of an asynchronous collective that a TPU spreads over fusions: each has a copy."""
+    chained = "chain_id=" in instruction.attributes
+    return chained and not any("AsyncCollectiveStart" in i.attributes for i in computation.instructions.values())
+
+
+def _note(instruction: Instruction) -> str:
+    match = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    return match[1] if match else ""
+
+
+def _results(instruction: Instruction, operands: int) -> tuple[Shape, ...]:
+    """Without the operands and handles that the type of an asynchronous one has beside them."""
+    found = instruction.shapes
+    if instruction.opcode.endswith("-start") and len(found) >= 2 * operands:
+        found = found[operands : 2 * operands]
+    return tuple(found)
+
+
+def _devices(attributes: str, all_devices: int) -> int:
+    """Devices in one group of `replica_groups`, in any of its three spellings; or in the pairs of a permutation."""
+    if match := re.search(r"source_target_pairs=\{((?:\{[\d,\s]*\}[,\s]*)*)\}", attributes):
+        return len(set(re.findall(r"\d+", match[1])))
+    if match := re.search(r"replica_groups=\{\s*\{([\d,\s]*)\}", attributes):
+        return len(re.findall(r"\d+", match[1]))
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=", attributes):
+        return int(match[1].split(",")[-1])
+    if match := re.search(r"replica_groups=@?[\w.\-]*\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        named = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in named)
+    return all_devices
+
+
+def summary(found: Iterable[Collective]) -> list[dict[str, Any]]:
+    """The collectives by operation, dtype and group: how often, and what they move, as JSON.
+
+    Returns:
+      [{"op", "dtype", "devices", "count", "operand_bytes", "result_bytes", "ring_bytes", "volume", "unknown_loops",
+      "conditional"}], the largest first. Bytes and elements are those of all runs; `unknown_loops` names loops of which
+      one trip is counted.
+    """
+    by: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+    for c in found:
+        by[c.op, c.dtypes, c.devices, c.runs.unknown, c.runs.conditional].append(c)
+    rows = [
+        {
+            "op": op,
+            "dtype": "+".join(dtypes),
+            "devices": devices,
+            "count": sum(c.runs.times for c in several),
+            "operand_bytes": sum(c.operand_bytes * c.runs.times for c in several),
+            "result_bytes": sum(c.result_bytes * c.runs.times for c in several),
+            "ring_bytes": round(sum(c.ring_bytes for c in several)),
+            "volume": sum(c.volume for c in several),
+            "unknown_loops": list(unknown),
+            "conditional": conditional,
+        }
+        for (op, dtypes, devices, unknown, conditional), several in by.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ring_bytes"])

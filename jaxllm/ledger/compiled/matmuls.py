@@ -1,0 +1,137 @@
+"""The FLOPs of a program's matrix products, from its text.
+
+XLA's own cost analysis is not there for an absent GPU, and counts the body of most loops once; this counts every trip.
+A product with a vector that XLA writes as a multiplication and a sum is no product in the text, and is not counted:
+decoding one sequence on a TPU is mostly those.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.ledger.compiled.hlo import Computation, Instruction, Module
+from jaxllm.ledger.compiled.hlo_runs import executed
+
+# Custom calls that are no arithmetic.
+_NO_PRODUCTS = (
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "ConcatBitcast",
+    "GatherScatterIndicesBitpacked",
+)
+_GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Matrix products of a program.
+
+    Attributes:
+      flops: 2 · M · N · K of each, batch included, times its runs.
+      count: runs of them.
+      uncounted: what may be or hold a product and is not in `flops`, by name, with its runs.
+      unknown_loops: loops of which one trip is counted.
+    """
+
+    flops: int
+    count: int
+    uncounted: Mapping[str, int]
+    unknown_loops: tuple[str, ...]
+
+
+def products(module: Module) -> Products:
+    """FLOPs of all products that run, on one device. The branches of a conditional all count."""
+    flops = count = 0
+    uncounted: collections.Counter[str] = collections.Counter()
+    unknown: set[str] = set()
+    for computation, instruction, runs in executed(module):
+        if instruction.opcode not in ("dot", "convolution", "custom-call", "ragged-dot"):
+            continue
+        once = _flops(computation, instruction)
+        if once is None:
+            target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+            name = target[1] if target else instruction.opcode
+            if name not in _NO_PRODUCTS:
+                uncounted[name] += runs.times
+            continue
+        flops, count = flops + once * runs.times, count + runs.times
+        unknown |= set(runs.unknown)
+    return Products(flops, count, dict(uncounted), tuple(sorted(unknown)))
+
+
+def _flops(computation: Computation, instruction: Instruction) -> int | None:
+    """Of one run; None where this is no plain product."""
+    attributes = instruction.attributes
+    if instruction.opcode == "dot":
+        contracted = [int(d) for d in re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)[0].split(",") if d]
+    elif instruction.opcode == "convolution":
+        return _convolution_flops(computation, instruction)
+    elif any(f'custom_call_target="{name}"' in attributes for name in _GEMMS):
+        gemm = _backend_config(attributes).get("gemm_backend_config", {})
+        contracted = [int(d) for d in gemm.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])]
+        if not contracted:
+            return None
+    else:
+        return None
+    left = computation.instructions[instruction.operands[0]].shapes[0]
+    # A gemm's type may be a tuple of its product and a workspace.
+    return 2 * instruction.shapes[0].elements * math.prod(left.dims[d] for d in contracted)
+
+
+def _convolution_flops(computation: Computation, instruction: Instruction) -> int | None:
+    """A TPU writes matrix products as convolutions, batch dimensions as spatial ones, padded and dilated.
+
+    A position of the window that falls on padding, or between the dilated numbers, is no work.
+    """
+    labels = re.search(r"dim_labels=([a-z\d]+)_([a-z\d]+)->([a-z\d]+)", instruction.attributes)
+    if not labels:
+        return None
+    left, right = (
+        dict(zip(labels[i], computation.instructions[name].shapes[0].dims, strict=True))
+        for i, name in ((1, instruction.operands[0]), (2, instruction.operands[1]))
+    )
+    result = dict(zip(labels[3], instruction.shapes[0].dims, strict=True))
+    window = _window(instruction.attributes, len(labels[1]) - 2)
+    batch_groups = re.search(r"batch_group_count=(\d+)", instruction.attributes)
+    # The kernel's input features are those of one feature group.
+    flops = 2 * right["i"] * result["f"] * left["b"] // (int(batch_groups[1]) if batch_groups else 1)
+    for i in range(len(labels[1]) - 2):
+        size, stride, low, spread, dilation = (
+            window["size"][i],
+            *(window[k][i] for k in ("stride", "pad", "lhs", "rhs")),
+        )
+        at = np.arange(result[str(i)])[:, None] * stride - low + np.arange(size)[None, :] * dilation
+        flops *= int(((at % spread == 0) & (at >= 0) & (at // spread < left[str(i)])).sum())
+    return flops
+
+
+def _window(attributes: str, dims: int) -> dict[str, list[int]]:
+    """`window={size=3x1 pad=1_1x0_0 …}`: of each spatial dimension; of the padding that before it."""
+    text = re.search(r"window=\{([^}]*)\}", attributes)
+    told = dict(re.findall(r"(\w+)=(\S+)", text[1])) if text else {}
+    found = {}
+    for key, name, default in (
+        ("size", "size", "1"),
+        ("stride", "stride", "1"),
+        ("pad", "pad", "0_0"),
+        ("lhs", "lhs_dilate", "1"),
+        ("rhs", "rhs_dilate", "1"),
+    ):
+        parts = told[name].split("x") if name in told else [default] * dims
+        found[key] = [int(part.split("_")[0]) for part in parts]
+    return found
+
+
+def _backend_config(attributes: str) -> Mapping[str, Any]:
+    start = attributes.find("backend_config={")
+    if start < 0:
+        return {}
+    return json.JSONDecoder().raw_decode(attributes, start + len("backend_config="))[0]

@@ -1,0 +1,322 @@
+"""What a transformer block computes from what: the one table behind kept activations and recomputed work.
+
+With M tokens of a micro-batch on a device, t devices along `tensor`, c bytes a number in the compute dtype, X experts
+a token (1 where the MLP is dense):
+
+    value         made of                              products (FLOPs)     bytes
+    block_input                                                             M/t·D·c
+    attn_norm     block_input                                               M/t·D·c
+    attn_inputs   attn_norm, gathered over `tensor`                         never kept
+    q, k, v       attn_inputs (q and k: before norm)   2·M·D·heads/t·H      M·heads/t·H·c   tag attn_qkv
+    attn_scores   q, k (kept with a soft cap only)     2·M·N/t·T·H          M·N/t·T·4
+    attn_probs    attn_scores (kept only whole)                             M·N/t·T·4
+    attn_context  attn_probs, v                        2·M·N/t·T·H          M·N/t·H·c
+    attn_lse      the kernel, see below                                     M·N/t·4
+    attn_out      attn_context                         2·M·N/t·H·D          M/t·D·c
+    resid_mid     block_input, attn_out                                     M/t·D·c
+    mlp_norm      resid_mid                                                 M/t·D·c
+    mlp_up, gate  mlp_norm gathered, routing           2·M·X·D·F/t          M·X·F/t·c
+    mlp_hidden    mlp_up, mlp_gate                                          M·X·F/t·c
+    mlp_down      mlp_hidden (experts only)            2·M·X·F/t·D          M·X·D·c
+    mlp_out       mlp_hidden or mlp_down               2·M·F/t·D            M/t·D·c
+    routing       mlp_norm gathered                    2·M·D·E              never kept
+    w, through A  what w multiplies                    2·M·inputs·r         M·r·c         tag lora
+
+Where kernels compute attention there are no scores and no probabilities. One kernel makes attn_context and attn_lse of
+q, k and v, with the products of both over the pairs that a query may see (P of a sequence's T² on average of all
+layers): 4·M·N/t·H·P/T. Its backward pass reads what it read and made, and makes the scores, and the gradients of the
+probabilities, once for queries and once for keys: seven products where plain attention has four. cuDNN's has five, and
+what it keeps between the passes has no name: its forward pass always runs again.
+
+With `norm_placement` "post", attn_norm and mlp_norm are not there: attn_inputs is made of block_input, mlp_inputs of
+resid_mid. With experts, M·X is the number of rows in `rows_of_experts`: those of each expert fill up whole blocks.
+
+The backward pass reads some of these values. A remat policy keeps those under its tags; what it needs beside is made
+again from what is kept, and a tag that nobody reads is not kept whatever the policy says.
+
+With low-rank adapters of rank r the weights are frozen. The products with them then have no gradient but that of their
+activations, which reads the weight and not the inputs. An adapter's gradients read both of its products' inputs; w, of
+the projections that have one, takes 2·M·r·outputs/t more.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jaxllm.config import Architecture
+from jaxllm.config.remat import TAGS
+from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora
+from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+
+BLOCK_INPUT = "block_input"
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One value of a block, on one device, for one micro-batch.
+
+    Attributes:
+      inputs: values that it is made of; weights are not among them.
+      flops: of the products that make it, forward.
+      bytes: that it takes.
+      tag: under which a policy can keep it; "" where none can.
+      moved: numbers that the collective over `tensor` which makes it puts together or sums up.
+      frozen: FLOPs among `flops` of products with weights that have no gradient.
+    """
+
+    inputs: tuple[str, ...]
+    flops: int = 0
+    bytes: int = 0
+    tag: str = ""
+    moved: int = 0
+    frozen: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block's values by name, and those that its backward pass reads.
+
+    Attributes:
+      attention: whole | chunked: its queries in chunks, each of which makes its scores once more for its own gradients
+        (Rabe & Staats 2021) | pallas | cudnn.
+    """
+
+    values: Mapping[str, Value]
+    read: tuple[str, ...]
+    attention: str
+
+    def kept(self, tags: tuple[str, ...]) -> dict[str, int]:
+        """Tag -> bytes that wait for the backward pass, the block's input aside."""
+        found: dict[str, int] = {}
+        for name in self._needed(tags)[0]:
+            value = self.values[name]
+            found[value.tag] = found.get(value.tag, 0) + value.bytes
+        return {tag: found[tag] for tag in TAGS if tag in found}
+
+    def made_again(self, tags: tuple[str, ...]) -> dict[str, Value]:
+        """Values that the backward pass makes a second time where these tags are kept."""
+        return {name: self.values[name] for name in self._needed(tags)[1] if name != BLOCK_INPUT}
+
+    def keeps_input(self, tags: tuple[str, ...]) -> bool:
+        """Whether the backward pass reads the block's input where these tags are kept."""
+        return BLOCK_INPUT in self._needed(tags)[1]
+
+    def flops_again(self, tags: tuple[str, ...]) -> int:
+        """Of the products that make them."""
+        again = self.made_again(tags)
+        flops = sum(value.flops for value in again.values())
+        # The chunks' own scores; the others are for the context, where that is not kept.
+        if self.attention == "chunked" and "attn_scores" in again and "attn_context" in again:
+            flops += again["attn_scores"].flops
+        return flops
+
+    @property
+    def flops_of_scores(self) -> int:
+        """Of the products that kernels' backward passes have beside two for each of the forward pass: scores, and
+        gradients of probabilities, made again. A kernel's forward pass has two products."""
+        more = {"pallas": 3, "cudnn": 1}.get(self.attention, 0)
+        return more * self.values["attn_kernel"].flops // 2 if more else 0
+
+    @functools.cached_property
+    def _found(self) -> dict[tuple[str, ...], tuple[list[str], list[str]]]:
+        """Tags -> what `_needed` has found for them."""
+        return {}
+
+    def _needed(self, tags: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        """(values kept, values made again)."""
+        if tags not in self._found:
+            self._found[tags] = self._search(tags)
+        return self._found[tags]
+
+    def _search(self, tags: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        kept: list[str] = []
+        made: list[str] = []
+        waiting = list(self.read)
+        while waiting:
+            name = waiting.pop()
+            if name in kept or name in made:
+                continue
+            if name == BLOCK_INPUT:  # which has no tag: kept where it is read, or what is read is made of it
+                made.append(name)
+                continue
+            if self.values[name].tag in tags:
+                kept.append(name)
+            else:
+                made.append(name)
+                waiting += self.values[name].inputs
+        return kept, made
+
+    @property
+    def flops(self) -> int:
+        """Of its forward pass."""
+        return sum(value.flops for value in self.values.values())
+
+    @property
+    def frozen_flops(self) -> int:
+        """Of its forward pass, of products with frozen weights."""
+        return sum(value.frozen for value in self.values.values())
+
+
+def block(setting: Setting) -> Block:
+    """The block of a run's model; all layers are alike to it, windows and all."""
+    attention = setting.attention.implementation
+    if attention == "xla":
+        attention = "chunked" if setting.config.train.attention_chunk else "whole"
+    return _block(
+        setting.model, setting.tokens, setting.length, setting.tensor, setting.compute, attention, setting.lora
+    )
+
+
+def visible_pairs(model: Architecture, kind: str, length: int) -> int:
+    """Pairs of a query and a key that it may see, over one sequence in one layer."""
+    seen = min(model.window, length) if kind == "sliding" else length
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def kinds(model: Architecture) -> list[str]:
+    """Of all layers."""
+    return [*model.pattern * model.repeats, *model.tail]
+
+
+def rows_of_experts(assignments: int, experts: int) -> int:
+    """Rows that experts multiply, used or not, for so many tokens times experts of each.
+
+    They lie in blocks of one expert each. A block is a power of two from 8 to 512, half of an average expert's rows at
+    most; there are as many as the worst distribution needs (`jaxllm.kernels.grouped`).
+    """
+    half = min(512, assignments // (2 * experts))
+    block_rows = max(8, 1 << max(half.bit_length() - 1, 0))
+    filled = min(assignments, experts)
+    return (filled + (assignments - filled) // block_rows) * block_rows
+
+
+@functools.lru_cache(maxsize=64)
+def _block(model: Architecture, M: int, T: int, t: int, c: int, attention: str, lora: Lora) -> Block:
+    block = _plain(model, M, T, t, c, attention)
+    return block if lora == NO_LORA else _with_adapters(block, model, M, t, c, lora)
+
+
+def _plain(model: Architecture, M: int, T: int, t: int, c: int, attention: str) -> Block:
+    D, H, N, K = model.width, model.head_dim, model.heads // t, model.kv_heads // t
+    own = M // t * D * c
+    everyone = M * D if t > 1 else 0
+    values = {BLOCK_INPUT: Value((), bytes=own)}
+    attention_of, mlp_of = BLOCK_INPUT, "resid_mid"
+    if model.norm_placement != "post":
+        attention_of, mlp_of = "attn_norm", "mlp_norm"
+        values["attn_norm"] = Value((BLOCK_INPUT,), bytes=own, tag="attn_norm")
+    values["attn_inputs"] = Value((attention_of,), moved=everyone)
+    for name, heads in (("q", N), ("k", K), ("v", K)):
+        flops, size = 2 * M * D * heads * H, M * heads * H * c
+        if model.qk_norm and name != "v":
+            values[f"{name}, before its norm"] = Value(("attn_inputs",), flops)
+            values[name] = Value((f"{name}, before its norm",), 0, size, "attn_qkv")
+        else:
+            values[name] = Value(("attn_inputs",), flops, size, "attn_qkv")
+    found, of_attention = _attention(model, M, T, N, c, attention)
+    values |= found
+    values |= {
+        "attn_out": Value(("attn_context",), 2 * M * N * H * D, own, "attn_out", everyone),
+        "resid_mid": Value((BLOCK_INPUT, "attn_out"), 0, own, "resid_mid"),
+        "mlp_inputs": Value((mlp_of,), moved=everyone),
+    }
+    if model.norm_placement != "post":
+        values["mlp_norm"] = Value(("resid_mid",), 0, own, "mlp_norm")
+    read = [BLOCK_INPUT] if model.norm_placement != "post" else []
+    read += ["attn_inputs", "q", "k", "v", *of_attention, "resid_mid", "mlp_inputs"]
+    if model.qk_norm:
+        read += ["q, before its norm", "k, before its norm"]
+    if model.norm_placement != "pre":
+        read += ["attn_out", "mlp_out"]
+    more, reads = _mlp(model, M, t, c)
+    return Block(values | more, (*read, *reads), attention)
+
+
+def _attention(
+    model: Architecture, M: int, T: int, N: int, c: int, attention: str
+) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """(from q, k and v to the context, what of it the backward pass reads), of N heads."""
+    H, softcap = model.head_dim, model.attention_softcap
+    context, pairs, scores = M * N * H * c, 2 * M * N * T * H, M * N * T * FLOAT32
+    if attention in ("pallas", "cudnn"):
+        seen = sum(visible_pairs(model, kind, T) for kind in kinds(model))
+        # A layer's share in whole pairs, rounded up, so that heads and sequences add up.
+        flops = 4 * (M // T) * N * H * -(-seen // model.layers)
+        values = {
+            "attn_kernel": Value(("q", "k", "v"), flops),
+            "attn_context": Value(("attn_kernel",), 0, context, "attn_context"),
+        }
+        if attention == "cudnn":
+            return values, ("attn_kernel", "attn_context")
+        values["attn_lse"] = Value(("attn_kernel",), 0, M * N * FLOAT32, "attn_lse")
+        return values, ("attn_context", "attn_lse")
+    chunked = attention == "chunked"
+    values = {
+        "attn_scores": Value(("q", "k"), pairs, scores, "attn_scores" if softcap and not chunked else ""),
+        "attn_probs": Value(("attn_scores",), 0, scores, "" if chunked else "attn_probs"),
+        "attn_context": Value(("attn_probs", "v"), pairs, context, "attn_context"),
+    }
+    return values, ("attn_probs", "attn_context", *(("attn_scores",) if softcap else ()))
+
+
+# A projection with an adapter -> (the value that it makes, what it multiplies).
+_ADAPTED = {
+    "q": ("q", "attn_inputs"),
+    "k": ("k", "attn_inputs"),
+    "v": ("v", "attn_inputs"),
+    "out": ("attn_out", "attn_context"),
+    "gate": ("mlp_gate", "mlp_inputs"),
+    "up": ("mlp_up", "mlp_inputs"),
+    "down": ("mlp_out", "mlp_hidden"),
+}
+# Products of activations with each other.
+_OF_ATTENTION = ("attn_scores", "attn_context", "attn_kernel")
+# What the backward pass reads for gradients of weights alone; kernels of attention read what they made besides.
+_FOR_WEIGHTS = ("attn_inputs", "mlp_inputs", "mlp_hidden")
+
+
+def _with_adapters(block: Block, model: Architecture, M: int, t: int, c: int, lora: Lora) -> Block:
+    """The block with its weights frozen and adapters beside some of them."""
+    rank, targets = lora
+    values = {
+        name: dataclasses.replace(value, frozen=0 if name in _OF_ATTENTION else value.flops)
+        for name, value in block.values.items()
+    }
+    for_weights = {*_FOR_WEIGHTS, *(("resid_mid",) if model.norm_placement == "post" else ())}
+    if block.attention in ("whole", "chunked"):
+        for_weights.add("attn_context")
+    read = [name for name in block.read if name not in for_weights]
+    H, D, F = model.head_dim, model.width, model.mlp_width // t
+    heads, keys = model.heads // t * H, model.kv_heads // t * H
+    sizes = {"q": (D, heads), "k": (D, keys), "v": (D, keys), "out": (heads, D), "down": (F, D)}
+    for target in targets:
+        name, of = _ADAPTED[target]
+        name = f"{name}, before its norm" if f"{name}, before its norm" in values else name
+        inputs, outputs = sizes.get(target, (D, F))
+        through = f"{target}, through A"
+        values[through] = Value((of,), 2 * M * inputs * rank, M * rank * c, "lora")
+        made = values[name]
+        values[name] = dataclasses.replace(
+            made, inputs=(*made.inputs, through), flops=made.flops + 2 * M * rank * outputs
+        )
+        read += [of, through]
+    return Block(values, tuple(read), block.attention)
+
+
+def _mlp(model: Architecture, M: int, t: int, c: int) -> tuple[dict[str, Value], tuple[str, ...]]:
+    D, F, E = model.width, model.mlp_width // t, model.experts
+    R = rows_of_experts(M * model.experts_per_token, E) if E else M
+    everyone = M * D if t > 1 else 0
+    inner, product = R * F * c, 2 * R * D * F
+    inputs: tuple[str, ...] = ("mlp_inputs", "routing") if E else ("mlp_inputs",)
+    names = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
+    values = {name: Value(inputs, product, inner, name) for name in names}
+    values["mlp_hidden"] = Value(names, 0, inner, "mlp_hidden")
+    out = M // t * D * c
+    if not E:
+        values["mlp_out"] = Value(("mlp_hidden",), product, out, "mlp_out", everyone)
+        return values, (*names, "mlp_hidden")
+    values["routing"] = Value(("mlp_inputs",), 2 * M * D * E)
+    values["mlp_down"] = Value(("mlp_hidden", "routing"), product, R * D * c, "mlp_down")
+    values["mlp_out"] = Value(("mlp_down", "routing"), 0, out, "mlp_out", everyone)
+    return values, (*names, "mlp_hidden", "routing", "mlp_down")

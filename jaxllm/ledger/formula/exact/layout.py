@@ -1,0 +1,212 @@
+"""Where each array of a model lies on a mesh, and how much of it each device has.
+
+Thousands of settings share a layout, so that it is made, and what is counted of it, once.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+
+from jaxllm.config import Architecture, LoraConfig, MeshConfig
+from jaxllm.ledger.formula.exact.shard_sizes import Count, Share
+from jaxllm.ledger.formula.exact.shard_sizes import count as count_of
+from jaxllm.model.adapter_specs import adapter_specs
+from jaxllm.model.specs import ParamSpec, is_spec
+from jaxllm.parallel import mesh as mesh_lib
+from jaxllm.parallel.mesh import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One array of parameters and its places on the devices.
+
+    Attributes:
+      name: its path, `layers.0.attn.q`.
+      weight, moment, share: placements of the stored weights, of what the optimizer keeps, and of arrays that are
+        split over `data` at any stage.
+      trained: whether it has gradients and moments; a frozen one has its weight's placement for both.
+    """
+
+    name: str
+    spec: ParamSpec
+    weight: Placement
+    moment: Placement
+    share: Placement
+    trained: bool = True
+
+    @functools.cached_property
+    def group(self) -> str:
+        """embed | layers | tail | final_norm | head."""
+        return self.name.partition(".")[0]
+
+
+Of = Literal["weight", "moment", "share", "computing"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A model's arrays on one mesh at one ZeRO stage, and what is counted of them.
+
+    Two layouts are the same only where they are one object, so that a layout can be the key of what others count of
+    it.
+
+    Attributes:
+      mesh: axis -> devices.
+      parameters: every array of them; adapters come last.
+    """
+
+    mesh: dict[str, int]
+    parameters: tuple[Parameter, ...]
+    _totals: dict[tuple[Of, bool, tuple[str, ...]], Count] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+    _counts: dict[tuple[Of | int, ...], Count] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _selected: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @functools.cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """Those with gradients and moments: all of them, or the adapters where there are any."""
+        return tuple(p for p in self.parameters if p.trained)
+
+    @functools.cached_property
+    def frozen(self) -> tuple[Parameter, ...]:
+        """The others."""
+        return tuple(p for p in self.parameters if not p.trained)
+
+    @functools.cached_property
+    def stored(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
+        """Of each array that is trained its name, its shape, and the shape that its moments are stored in."""
+        return tuple((p.name, p.spec.shape, p.moment.shape) for p in self.trained)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[int, int]:
+        """A placement's id -> numbers on a device."""
+        placements = (place for p in self.parameters for place in (p.weight, p.moment, p.share))
+        return {id(place): place.numbers_per_device(self.mesh) for place in placements}
+
+    @functools.cached_property
+    def _computing(self) -> dict[int, int]:
+        """The id of a parameter's share -> numbers of the weight while it computes."""
+        return {id(p.share): self._while_computing(p) for p in self.parameters}
+
+    def _while_computing(self, parameter: Parameter) -> int:
+        share = parameter.share
+        # Where no moment is in shares (stage 0, or one device along `data`) weights compute as they are stored: only
+        # what is put together from shares may have rows of padding beyond those of `tensor`.
+        if share.zero_dim is None or parameter.moment.zero_dim is None:
+            return self.per_device(parameter.weight)
+        local = share.shape[share.zero_dim] // math.prod(self.mesh[axis] for axis in share.axes[share.zero_dim])
+        return self.per_device(share) // local * share.gathered
+
+    def per_device(self, placement: Placement) -> int:
+        count = self._numbers.get(id(placement))
+        return placement.numbers_per_device(self.mesh) if count is None else count
+
+    def computing(self, parameter: Parameter) -> int:
+        count = self._computing.get(id(parameter.share))
+        return self._while_computing(parameter) if count is None else count
+
+    def select(self, groups: tuple[str, ...], trained: bool = False) -> list[Parameter]:
+        """The arrays of some groups, of all where none is named; `trained`: those that are."""
+        if (trained, groups) not in self._selected:
+            found = self.trained if trained else self.parameters
+            self._selected[trained, groups] = [p for p in found if not groups or p.group in groups]
+        return self._selected[trained, groups]
+
+    def total(self, of: Of, groups: tuple[str, ...], trained: bool = False) -> Count:
+        key = (of, trained, groups)
+        if key not in self._totals:
+            self._totals[key] = self.count(of, self.select(groups, trained))
+        return self._totals[key]
+
+    def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
+        """Numbers on a device of some of this layout's arrays together."""
+        parameters = tuple(parameters)
+        key = (of, *map(id, parameters))
+        if key not in self._counts:
+            self._counts[key] = count_of(self.part(of, parameter) for parameter in parameters)
+        return self._counts[key]
+
+    def part(self, of: Of, parameter: Parameter) -> Share:
+        """A device's part of an array."""
+        whole = parameter.spec.size
+        placement = parameter.share if of == "computing" else getattr(parameter, of)
+        axes = {axis for names in placement.axes for axis in names}
+        if of == "computing" and placement.zero_dim is not None:
+            axes.discard("data")
+        ways = math.prod(self.mesh[axis] for axis in axes)
+        held = self.computing(parameter) if of == "computing" else self.per_device(placement)
+        return Share(whole, held * ways - whole, ways)
+
+
+# (rank, targets) of low-rank adapters; (0, ()) of none.
+Lora = tuple[int, tuple[str, ...]]
+NO_LORA: Lora = (0, ())
+
+
+def _declared(param_specs: Callable[[Architecture], Any], model: Architecture, lora: Lora) -> Any:
+    """The parameters of a model, or its adapters where there is a rank."""
+    rank, targets = lora
+    return adapter_specs(model, LoraConfig(rank=rank, targets=targets)) if rank else param_specs(model)
+
+
+@functools.lru_cache(maxsize=16)
+def _leaves(param_specs: Callable[[Architecture], Any], model: Architecture, lora: Lora) -> list[tuple[str, ParamSpec]]:
+    paths = jax.tree_util.tree_leaves_with_path(_declared(param_specs, model, lora), is_leaf=is_spec)
+    return [(mesh_lib.path_name(path), spec) for path, spec in paths]
+
+
+@functools.lru_cache(maxsize=1024)
+def _placed(
+    param_specs: Callable[[Architecture], Any],
+    placements: Callable[..., Any],
+    model: Architecture,
+    axes: tuple[int, ...],
+    stage: int,
+    lora: Lora,
+) -> list[Placement]:
+    """Of each array of a model, as weights that compute as they are stored lie at a stage of ZeRO: whole at 0, whole
+    but padded as their moments are at 1, split over `data` at 3."""
+    mesh = MeshConfig(**dict(zip(mesh_lib.AXES, axes, strict=True)), zero=stage)
+    tree = placements(_declared(param_specs, model, lora), mesh, "weights", False)
+    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Placement))
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(
+    param_specs: Callable[[Architecture], Any],
+    placements: Callable[..., Any],
+    model: Architecture,
+    axes: tuple[int, ...],
+    weights: bool,
+    moments: bool,
+    stage: int,
+    lora: Lora,
+) -> Layout:
+    """Args:
+    param_specs, placements: what declares and what places. Given, so that a test's own are never met in the cache.
+    axes: devices along each of `mesh.AXES`.
+    weights, moments: whether those of what is trained are split over `data`.
+    stage: of ZeRO, to which frozen weights are whole below 3.
+    lora: adapters, beside which all parameters are frozen.
+    """
+
+    def placed(stage: int, lora: Lora) -> list[Placement]:
+        return _placed(param_specs, placements, model, axes, stage, lora)
+
+    def at(split: bool) -> list[Placement]:
+        return placed(3 if split else 1 if moments else 0, lora)
+
+    frozen: tuple[Parameter, ...] = ()
+    if lora != NO_LORA:
+        places = zip(_leaves(param_specs, model, NO_LORA), placed(3 if stage == 3 else 0, NO_LORA), strict=True)
+        frozen = tuple(Parameter(name, spec, place, place, place, False) for (name, spec), place in places)
+    lists = zip(_leaves(param_specs, model, lora), at(weights), at(moments), at(True), strict=True)
+    trained = tuple(Parameter(name, spec, weight, moment, share) for (name, spec), weight, moment, share in lists)
+    return Layout(dict(zip(mesh_lib.AXES, axes, strict=True)), frozen + trained)

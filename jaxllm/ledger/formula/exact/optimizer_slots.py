@@ -1,0 +1,154 @@
+"""What each optimizer keeps between steps, in bytes: exact.
+
+A slot is one more array for each parameter, or for some. The rules are optax's, stated again here from its
+papers and its documented behaviour: the tests hold them against the state that the trainer really makes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+from jaxllm.ledger import rows
+from jaxllm.ledger.formula.exact.layout import Layout, Parameter
+from jaxllm.ledger.formula.exact.run import Setting
+from jaxllm.ledger.formula.exact.shard_sizes import Count, Share, count, without_padding
+from jaxllm.ledger.rows import Row
+from jaxllm.model.specs import ParamSpec
+
+# optax.scale_by_factored_rms factors the two largest dimensions where both have at least this size.
+FACTORED_FROM = 128
+# Unused places of a factored state hold one number.
+PLACEHOLDER = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Attributes:
+    name: of the slot.
+    numbers: that it keeps for one array of parameters.
+    """
+
+    name: str
+    numbers: Callable[[ParamSpec], int]
+
+
+def _every(spec: ParamSpec) -> int:
+    return spec.size
+
+
+def _factored(spec: ParamSpec) -> tuple[int, int, int]:
+    """(row, column, whole) numbers of Adafactor's second moment of one array."""
+    by_size = sorted(spec.shape)
+    if len(by_size) < 2 or by_size[-2] < FACTORED_FROM:
+        return PLACEHOLDER, PLACEHOLDER, spec.size
+    return spec.size // by_size[-1], spec.size // by_size[-2], PLACEHOLDER
+
+
+def _matrices(spec: ParamSpec) -> int:
+    return spec.size if spec.role == "matrix" else 0
+
+
+def _not_matrices(spec: ParamSpec) -> int:
+    return 0 if spec.role == "matrix" else spec.size
+
+
+_ADAM = (Slot("m, first moment", _every), Slot("v, second moment", _every))
+
+SLOTS: dict[str, tuple[Slot, ...]] = {
+    "sgd": (),
+    "momentum": (Slot("momentum", _every),),
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "lion": (Slot("m, first moment", _every),),
+    "adafactor": (
+        Slot("v, by row", lambda spec: _factored(spec)[0]),
+        Slot("v, by column", lambda spec: _factored(spec)[1]),
+        Slot("v, not factored", lambda spec: _factored(spec)[2]),
+    ),
+    "muon": (
+        Slot("momentum of matrices", _matrices),
+        Slot("m of what is no matrix", _not_matrices),
+        Slot("v of what is no matrix", _not_matrices),
+    ),
+}
+
+# Step counters (int32); Muon has one for each of its two rules, and the coefficients of its polynomial.
+_COUNTER_BYTES = {"sgd": 0, "momentum": 0, "adam": 4, "adamw": 4, "lion": 4, "adafactor": 4, "muon": 4 + 4 + 3 * 4}
+
+
+def held(slot: Slot, parameter: Parameter, setting: Setting) -> tuple[int, int]:
+    """Numbers of a slot on one device: (of the model, of padding beside them).
+
+    A moment that has its parameter's shape is split as ZeRO splits moments. A factored one, or the placeholder of
+    one, is whole on every device.
+    """
+    return _held(setting.config.optimizer.name, setting.layout)[slot.name, parameter.name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(name: str, layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
+    """(slot, parameter) of an optimizer, by name -> `held`."""
+    found = {}
+    for slot in SLOTS[name]:
+        for parameter in layout.trained:
+            numbers, spec = slot.numbers(parameter.spec), parameter.spec
+            if numbers != spec.size:
+                found[slot.name, parameter.name] = numbers, 0
+                continue
+            stored = layout.per_device(parameter.moment)
+            own = numbers * stored // math.prod(parameter.moment.shape)
+            found[slot.name, parameter.name] = own, stored - own
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def largest_state(name: str, layout: Layout, moment: int, master: int) -> int:
+    """Bytes of what belongs to one array: of an optimizer's slots, and of its master weights.
+
+    Args:
+      moment, master: bytes of a number.
+    """
+    return max(
+        moment * sum(sum(_held(name, layout)[slot.name, parameter.name]) for slot in SLOTS[name])
+        + master * layout.per_device(parameter.weight)
+        for parameter in layout.trained
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(name: str, layout: Layout) -> list[tuple[str, Count, int]]:
+    """Of each slot of an optimizer: (its name, numbers of the model, of padding) on one device."""
+    counted = []
+    for slot in SLOTS[name]:
+        parts = []
+        for parameter in layout.trained:
+            numbers = slot.numbers(parameter.spec)
+            # What has not its parameter's shape is whole on every device.
+            whole = numbers != parameter.spec.size
+            parts.append(Share(numbers, 0, 1) if whole else layout.part("moment", parameter))
+        stored = count(part for part in parts if part.numbers)
+        own = without_padding(stored)
+        counted.append((slot.name, own, stored - own))
+    return counted
+
+
+def numbers_held(setting: Setting) -> int:
+    """Of all slots on one device, padding included."""
+    return sum(own + padding for _, own, padding in _counted(setting.config.optimizer.name, setting.layout))
+
+
+def slot_rows(setting: Setting) -> list[Row]:
+    """A row a slot, one for padding, and one for the counters beside them; moments may be in host memory."""
+    optimizer = setting.config.optimizer
+    phase = rows.HOST if optimizer.offload != "none" else rows.PERSISTENT
+    made, padding, size = [], 0, setting.moment
+    for name, own, beside in _counted(optimizer.name, setting.layout):
+        padding += beside
+        made.append(rows.numbers(name, "optimizer", phase, own, size))
+    if padding:
+        made.append(rows.numbers("padding of moments", "optimizer", phase, padding, size))
+    counters = _COUNTER_BYTES[optimizer.name]
+    if counters:
+        made.append(rows.row("counters", "optimizer", rows.PERSISTENT, f"{counters} B", counters))
+    return made

@@ -1,0 +1,159 @@
+"""How much of a TPU's memory an array takes: it lies there in tiles, and what does not fill them is padding.
+
+A tile has 8 × 128 numbers of 32 bits (Jouppi et al. 2023, "TPU v4", and the performance guide of Cloud TPU: lanes and
+sublanes of the vector unit). XLA puts one dimension along the 128 lanes and another along the sublanes, and takes the
+two that need the least padding, so that a last dimension of 64 does not cost twice its bytes where another is a
+multiple of 128. An array with fewer rows than 8 gets a tile of 1, 2 or 4. Numbers of fewer than 32 bits are packed
+along the sublanes: two bfloat16 make one of 32 bits, so that one row of them takes as much as two.
+
+XLA's buffer assignments of 636 arrays for a v5e (libtpu of JAX 0.10.2; 1 to 5 dimensions of 1, 2 and 4 bytes a number)
+are what the rule says, to the byte.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+
+from jaxllm.ledger import rows
+from jaxllm.ledger.formula.exact.layout import Layout
+from jaxllm.ledger.formula.exact.optimizer_slots import FACTORED_FROM, PLACEHOLDER, SLOTS
+from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+from jaxllm.ledger.rows import Row
+from jaxllm.model.specs import ParamSpec
+from jaxllm.parallel.mesh import Placement
+
+LANES = 128
+SUBLANES = 8
+_WORD = 4  # bytes of a sublane of one lane
+# XLA's buffers are multiples of this.
+ALIGNMENT = LANES * _WORD
+# The kind of the rows: bytes that no array's shape tells.
+PADDING = "tile padding"
+
+# Shapes of what is beside the arrays of an optimizer's slots: counters, and the coefficients of Muon's polynomial.
+_BESIDE: dict[str, tuple[tuple[int, ...], ...]] = {
+    "sgd": (),
+    "momentum": (),
+    "adam": ((),),
+    "adamw": ((),),
+    "lion": ((),),
+    "adafactor": ((),),
+    "muon": ((), (), (3,)),
+}
+Array = tuple[tuple[int, ...], int]
+
+
+@functools.lru_cache(maxsize=16384)
+def padded_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes that an array takes on a TPU.
+
+    Args:
+      shape: on one device.
+      itemsize: bytes of a number: 1, 2 or 4.
+    """
+    count = math.prod(shape)
+    if len(shape) < 2:
+        tile = min(max(_power_of_two(count), LANES), SUBLANES * LANES)
+        return up(up(count, tile) * itemsize, ALIGNMENT)
+    packed = _WORD // itemsize
+    least = min(
+        count // (shape[lane] * shape[row]) * up(shape[lane], LANES) * up(shape[row], _tile_rows(shape[row], packed))
+        for lane in range(len(shape))
+        for row in range(len(shape))
+        if lane != row
+    )
+    return up(least * itemsize, ALIGNMENT)
+
+
+def _tile_rows(count: int, packed: int) -> int:
+    return max(min(_power_of_two(count), SUBLANES), packed)
+
+
+def _power_of_two(count: int) -> int:
+    """The next one."""
+    return 1 << (count - 1).bit_length() if count > 1 else 1
+
+
+def up(count: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-count // multiple) * multiple
+
+
+def padding(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of it that no number takes."""
+    return padded_bytes(shape, itemsize) - math.prod(shape) * itemsize
+
+
+def state_padding(setting: Setting) -> Row:
+    """Of the arrays that live between steps in a device's memory; what is in its host's is not tiled."""
+    optimizer = setting.config.optimizer
+    arrays, size = _weights(setting.layout, setting.store) if optimizer.offload != "all" else (0, 0)
+    if optimizer.offload == "none":
+        more, beside = _slots(optimizer.name, setting.layout, setting.moment)
+        arrays, size = arrays + more, size + beside
+    more, beside = _frozen(setting.layout, setting.compute)
+    arrays, size = arrays + more, size + beside
+    few: list[Array] = [((), FLOAT32), ((2,), FLOAT32)]  # the step, and the key
+    few += [(shape, FLOAT32) for shape in _BESIDE[optimizer.name]]
+    if setting.policy == "fp16":
+        few += [((), FLOAT32), ((), FLOAT32)]  # of the loss scale
+    arrays, size = arrays + len(few), size + sum(padding(*array) for array in few)
+    return rows.row("padding of tiles", PADDING, rows.PERSISTENT, f"{size:,} B, in {arrays} arrays", size)
+
+
+def batch_padding(setting: Setting, phase: str) -> Iterator[Row]:
+    """Of the batch's five arrays, where a device's sequences do not fill tiles."""
+    size = padding((setting.step_tokens // setting.length, setting.length), FLOAT32)
+    if size:
+        yield rows.row("padding of tiles of the batch", PADDING, phase, f"5 × {size:,} B", 5 * size)
+
+
+@functools.lru_cache(maxsize=4096)
+def weights_padding(layout: Layout, groups: tuple[str, ...], itemsize: int) -> int:
+    """Bytes of it beside copies, of so many bytes a number, of the stored weights of some groups that are trained."""
+    chosen = layout.select(groups, trained=True)
+    return sum(padding(shape_on_device(layout, parameter.weight), itemsize) for parameter in chosen)
+
+
+@functools.lru_cache(maxsize=4096)
+def _weights(layout: Layout, itemsize: int) -> tuple[int, int]:
+    """(arrays, bytes of padding)."""
+    return len(layout.trained), weights_padding(layout, (), itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def _frozen(layout: Layout, itemsize: int) -> tuple[int, int]:
+    """The same of the weights that are not trained."""
+    return len(layout.frozen), sum(padding(shape_on_device(layout, p.weight), itemsize) for p in layout.frozen)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(name: str, layout: Layout, itemsize: int) -> tuple[int, int]:
+    """The same of an optimizer's slots."""
+    sizes = []
+    for slot in SLOTS[name]:
+        for parameter in layout.trained:
+            numbers = slot.numbers(parameter.spec)
+            if numbers == parameter.spec.size:
+                sizes.append(padding(shape_on_device(layout, parameter.moment), itemsize))
+            elif numbers:
+                sizes.append(padding(_factor(slot.name, parameter.spec), itemsize))
+    return len(sizes), sum(sizes)
+
+
+def _factor(slot: str, spec: ParamSpec) -> tuple[int, ...]:
+    """Shape of one of Adafactor's: without the largest dimension, or without the next one (optax's factored RMS)."""
+    order = sorted(range(len(spec.shape)), key=lambda i: spec.shape[i])
+    factored = len(order) >= 2 and spec.shape[order[-2]] >= FACTORED_FROM
+    if not factored or slot == "v, not factored":
+        return (PLACEHOLDER,)
+    without = order[-1] if slot == "v, by row" else order[-2]
+    return tuple(size for i, size in enumerate(spec.shape) if i != without)
+
+
+def shape_on_device(layout: Layout, placement: Placement) -> tuple[int, ...]:
+    """Of an array's part on one device."""
+    return tuple(
+        size // math.prod(layout.mesh[axis] for axis in axes)
+        for size, axes in zip(placement.shape, placement.axes, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""What XLA allocates beyond the exact arrays, fitted to compiled programs."""

@@ -1,0 +1,1 @@
+"""Temporaries of prefill and decode, by platform."""

@@ -1,0 +1,100 @@
+"""What prefill holds in a TPU's main memory beside weights and cache: its compiler's choice, stated as rules.
+
+Read from the buffer assignments of programs for a v5e, v5p and v6e (libtpu of JAX 0.10.2). Layers come one after
+another, so that of attention, MLP, the copy of a table and the choice of a token only the largest counts. Held against
+no program: experts, of which all arrays are counted, and a forward pass without a cache.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxllm.config import Architecture
+from jaxllm.ledger import rows
+from jaxllm.ledger.formula.exact import formats, tpu_tiles
+from jaxllm.ledger.formula.exact.block_graph import rows_of_experts
+from jaxllm.ledger.formula.exact.run import FLOAT32
+from jaxllm.ledger.formula.fitted.infer.forward_pass import Array, size_of
+from jaxllm.ledger.formula.fitted.infer.tpu_attention import attention
+from jaxllm.ledger.formula.fitted.infer.tpu_pass import Prefill, array, cache_arrays
+from jaxllm.ledger.formula.training_memory import leaves
+from jaxllm.ledger.rows import PERSISTENT, PREFILL, Row
+from jaxllm.model.specs import param_specs
+
+_BFLOAT16 = 2
+# Arrays of logits while a token is drawn; as in decoding.
+_CHOICE = 8
+
+
+def state_padding(model: Architecture, batch: int, capacity: int, weight_dtype: str, cache_dtype: str) -> Row:
+    """What tiles add to weights and cache, where programs compute with weights as they are stored.
+
+    Args:
+      cache_dtype: "" where there is no cache.
+    """
+    itemsize = formats.compute_itemsize(weight_dtype, "tpu")
+    arrays = [(spec.shape, itemsize) for spec in leaves(param_specs(model))]
+    arrays += cache_arrays(model, batch, capacity, cache_dtype) if cache_dtype else []
+    size = sum(tpu_tiles.padding(*array) for array in [*arrays, ((batch, model.vocab_size), 1)])
+    return rows.row("padding of tiles", tpu_tiles.PADDING, PERSISTENT, f"{size:,} B, in {len(arrays) + 1} arrays", size)
+
+
+def prefill_rows(
+    model: Architecture,
+    batch: int,
+    capacity: int,
+    tokens: int,
+    weight_dtype: str,
+    cache_dtype: str,
+    vector_memory: int,
+    phase: str = PREFILL,
+    cached: bool = True,
+) -> list[Row]:
+    """The rows of prefill, or of a forward pass without a cache.
+
+    Args:
+      phase: of the rows.
+      tokens: new ones of each sequence.
+      weight_dtype, cache_dtype: formats, as of `inference.inference`.
+      vector_memory: bytes of the device's that arrays of a program may have; `devices.Device.vector_memory`.
+    """
+    c = formats.compute_itemsize(weight_dtype, "tpu")
+    one = Prefill(model, batch, capacity, tokens, c, cache_dtype, cached, vector_memory)
+    moments = [attention(one, kind) for kind in dict.fromkeys((*model.pattern, *model.tail))]
+    moments += [_mlp(one), _table(one), _choice(one)]
+    made = [*_through_all_layers(one), *max(moments, key=size_of)]
+    return [each.row(phase) for each in made]
+
+
+def _through_all_layers(one: Prefill) -> Iterator[Array]:
+    """What is made before the loop over layers."""
+    if one.c == FLOAT32:
+        # Under float32 products read bfloat16 all the same.
+        specs = param_specs(one.model)
+        numbers = sum(spec.size for spec in leaves([specs["layers"], specs["tail"]]) if spec.role == "matrix")
+        formula = f"{numbers:,} × {_BFLOAT16} B"
+        yield Array("weights as products read them", numbers * _BFLOAT16, formula, "weights")
+    if one.scales:
+        yield Array("scales, with heads in whole tiles", 2 * one.scales, f"2 × {one.scales:,} B")
+
+
+def _mlp(one: Prefill) -> list[Array]:
+    model = one.model
+    hidden = array("hidden states", (one.count, model.width), one.c)
+    if model.experts:
+        slots = rows_of_experts(one.count * model.experts_per_token, model.experts)
+        size = slots * (2 * model.width + 3 * model.mlp_width) * one.c + 4 * hidden.size
+        return [Array("experts of one layer", size, f"{slots:,} rows of experts, {size:,} B")]
+    names = ("gate of one MLP", "up of one MLP") if model.gated else ("up of one MLP",)
+    inner = [array(name, (one.count, model.mlp_width), one.c) for name in names]
+    return one.outside([*inner, hidden, dataclasses.replace(hidden, name="hidden states, normed")])
+
+
+def _table(one: Prefill) -> list[Array]:
+    """A table whose rows do not fill the lanes lies by columns; the product to logits reads a copy by rows."""
+    return one.outside([one.table], one.beside_cache) if one.model.width % tpu_tiles.LANES else []
+
+
+def _choice(one: Prefill) -> list[Array]:
+    logits = array("logits and choice of a token", (one.batch, one.model.vocab_size), FLOAT32, "logits")
+    left = len(one.outside([logits] * _CHOICE, one.beside_cache))
+    return [dataclasses.replace(logits, size=left * logits.size, formula=f"{left} × {logits.formula}")] if left else []

@@ -1,0 +1,203 @@
+"""What prefill and a decoded token hold beside weights and cache: XLA's choice on each platform, stated as rules.
+
+Read from the buffer assignments of JAX 0.10.2 for a CPU, an H100 and a v5e, at the sizes of published models
+(`experiments/inference_cells.py`); JAX 0.12 makes much the same of them on a CPU. A layer's weights, keys and values
+are cut out of their stacks where a product cannot read them there. Layers come one after another, so that of attention,
+MLP and the choice of a token only the largest counts. A decoded token on a GPU or TPU attends by a kernel that reads
+the cache where it lies. Prefill has nearer rules of its own on TPUs (`ledger.inference_tpu`), and on CPUs for most
+models (`ledger.inference_cpu`). Held against no program yet: experts on GPUs and TPUs, decoding without a cache but on
+a CPU, and weights in int8 and int4.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxllm.config import Architecture
+from jaxllm.ledger import rows
+from jaxllm.ledger.formula.exact import formats
+from jaxllm.ledger.formula.exact.block_graph import rows_of_experts
+from jaxllm.ledger.formula.exact.run import FLOAT32
+from jaxllm.ledger.formula.fitted.infer import cpu as inference_cpu
+from jaxllm.ledger.formula.fitted.infer import tpu as inference_tpu
+from jaxllm.ledger.formula.fitted.infer.forward_pass import CUT, Pass
+from jaxllm.ledger.formula.training_memory import leaves
+from jaxllm.ledger.rows import DECODE, PREFILL, Row
+from jaxllm.model.specs import cache_specs, param_specs
+
+# Numbers a token and word of the vocabulary while a token is drawn: sorted logits, order, noise, masks (float32 each).
+_CHOICE = 8
+_CHOICE_BITS = 228  # the same on a GPU, in all
+# A GPU's products of one row read matrices up to here where they lie, but for the last of an MLP's two or three.
+_READ_IN_PLACE = 32 * 2**20
+# And have the stacks of queries' projections in another order where a layer's is no larger than this.
+_REORDERED = 16 * 2**20
+# Of a layer, in bytes: more are made in a loop whose scratch XLA does not count, where a CPU's attention has several
+# heads of keys. Coarse: `inference_cpu` knows better, and decides where it can.
+_WHOLE_SCORES = 8 * 2**20
+_MASK = 1  # byte a pair of query and key
+
+
+def workspace_rows(
+    model: Architecture,
+    batch: int,
+    capacity: int,
+    tokens: int,
+    weight_dtype: str,
+    platform: str,
+    phase: str,
+    cached: bool = True,
+    cache_dtype: str = "",
+    vector_memory: int = 0,
+) -> list[Row]:
+    """The rows of a phase.
+
+    Args:
+      tokens: new ones of each sequence.
+      phase: PREFILL or DECODE.
+      cached: whether there is a cache.
+      cache_dtype, vector_memory: as of `inference.inference`, for a TPU's prefill; "" is the format of the weights.
+    """
+    one = Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
+    # Without a cache a decoded token takes what a prefill of all of them does.
+    like = phase if cached else PREFILL
+    if platform == "tpu" and like == PREFILL:
+        how = (weight_dtype, cache_dtype or weight_dtype, vector_memory, phase, cached)
+        made = inference_tpu.prefill_rows(model, batch, capacity, tokens, *how)
+    elif like == PREFILL and inference_cpu.covers(one):
+        made = inference_cpu.prefill_rows(one)
+    else:
+        made = _rows(one, phase, like)
+    if formats.named(weight_dtype).scaled:
+        # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
+        size = one.weight_bytes()
+        made = [row for row in made if row.name != CUT]
+        made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
+    return made
+
+
+def _rows(one: Pass, phase: str, like: str) -> list[Row]:
+    """Those that no other file has rules for, with the arrays of the phase `like`."""
+    kind = f"{phase} workspace"
+    made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
+    # A token is chosen after the layers, where the copies of weights have been. On a CPU a decoded one comes on top.
+    shared = one.platform == "gpu" or like == PREFILL
+    there = sum(row.bytes_per_device for row in made if shared and row.name == CUT)
+    choice = _choice(one)
+    moments = {
+        "attention": _attention(one, like),
+        "MLP": _mlp(one),
+        "logits and choice of a token": max(choice - there, 0),
+    }
+    name = max(moments, key=moments.__getitem__)
+    formula = f"{one.count:,} tokens × {moments[name] // one.count:,} B"
+    if name.startswith("logits") and there:
+        formula = f"{choice:,} − {there:,} B, in place of weights"
+    what = "logits" if name.startswith("logits") else kind
+    made.append(rows.row(name if what == "logits" else f"one layer's {name}", what, phase, formula, moments[name]))
+    return made
+
+
+def _copies(one: Pass, phase: str) -> Iterator[Row]:
+    """What is cut out of the stacks before it is used."""
+    model, whole = one.model, one.weight_bytes()
+    if one.platform == "cpu":
+        if not one.cached:
+            yield from _constants(one, phase)
+            # Those of attention are gone while the MLP, or attention's own arrays, take most.
+            whole = whole if model.experts else one.weight_bytes("gate", "up", "down")
+        whole = whole // one.c * FLOAT32
+        yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
+        if one.c < FLOAT32:
+            # It multiplies no 16-bit numbers, and turns what the loop over layers reads into float32 before it.
+            numbers = _read_by_products(model)
+            yield rows.row("weights in float32", "weights", phase, f"{numbers:,} × {FLOAT32} B", numbers * FLOAT32)
+            if phase == DECODE:
+                numbers = sum(spec.size for spec in leaves(cache_specs(model, one.batch, one.capacity)))
+                size = numbers * FLOAT32
+                yield rows.row("cache in float32", f"{phase} workspace", phase, f"{numbers:,} × {FLOAT32} B", size)
+        if one.wraps:
+            size = one.rings_bytes
+            yield rows.row("rings, copied", f"{phase} workspace", phase, f"{size // one.c:,} × {one.c} B", size)
+        return
+    if phase == PREFILL:
+        # Products of few tokens read copies, of many the stacks; in between nobody knows before the compiler does.
+        whole = whole // 2 if one.cuts else 0
+        yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
+    elif one.platform == "gpu":
+        yield from _copies_of_one_token(one)
+
+
+def _constants(one: Pass, phase: str) -> Iterator[Row]:
+    """What a CPU makes once for all layers, where tokens attend to one another.
+
+    Where scores are capped JAX 0.12 makes one array of scores more.
+    """
+    kind, pairs = f"{phase} workspace", one.count * one.keys
+    masks = len({each == "sliding" for each in (*one.model.pattern, *one.model.tail)})
+    formula = f"{masks} × {one.count:,} × {one.keys:,} × {FLOAT32} B"
+    yield rows.row("masks, added to scores", kind, phase, formula, masks * pairs * FLOAT32)
+    if one.model.attention_softcap:
+        # The cap, and what scores are divided by, written out as large as scores.
+        yield rows.row("caps of scores", kind, phase, f"2 × {one.scores:,} B", 2 * one.scores)
+
+
+def _copies_of_one_token(one: Pass) -> Iterator[Row]:
+    """The same for a decoded token of each sequence on a GPU."""
+    model = one.model
+    layers = len(model.pattern) if model.repeats else len(model.tail)
+    mlp, q = one.weight_bytes("gate", "up", "down"), one.weight_bytes("q") // layers
+    matrices = 3 if model.gated else 2
+    in_place = one.batch == 1 and not model.experts and mlp // layers <= matrices * _READ_IN_PLACE
+    cut = mlp - mlp // matrices if in_place else mlp
+    if not in_place:  # beside the MLP's, those of attention that are there at the same time
+        cut += q if layers == 1 or one.batch == 1 else 2 * layers * q
+    yield rows.row(CUT, "weights", DECODE, f"{cut if one.cuts else 0:,} B", cut if one.cuts else 0)
+    if one.batch == 1:
+        # A product with one row reads the projections' stacks in another order, made once for all layers.
+        names = ("q", "k", "v") if q <= _REORDERED else ("k", "v")
+        size = one.weight_bytes(*names) * max(model.repeats, 1)
+        size = size if one.cuts else 0
+        yield rows.row("projections, in another order", "weights", DECODE, f"{size:,} B", size)
+
+
+def _read_by_products(model: Architecture) -> int:
+    """Numbers of all weights but the embeddings, where those are no head as well."""
+    specs = param_specs(model)
+    if not model.tied_embeddings:
+        specs = {group: tree for group, tree in specs.items() if group != "embed"}
+    return sum(spec.size for spec in leaves(specs))
+
+
+def _attention(one: Pass, phase: str) -> int:
+    layers = min(len(one.model.pattern), 2)
+    groups = one.model.heads // one.model.kv_heads
+    if one.platform == "cpu":
+        if phase == DECODE:
+            return 2 * one.keys_bytes + 2 * one.scores if one.model.kv_heads > 1 else 2 * one.scores
+        written = one.scores if one.model.kv_heads == 1 else min(one.scores, _WHOLE_SCORES)
+        if not one.cached and one.model.kv_heads > 1 and one.scores >= _WHOLE_SCORES:
+            written = 0  # all in one loop
+        return 2 * one.keys_bytes + 2 * written + 3 * one.hidden
+    # Scores in float32, probabilities in the compute dtype; the values, while the keys are gone.
+    written = one.scores + one.scores * one.c // FLOAT32
+    if phase == PREFILL:
+        return written + one.keys_bytes + one.hidden + one.count * one.keys * _MASK
+    # The kernel's parts of a few splits count for nothing. Beside long patterns XLA copies what nobody has explained.
+    return 0 if one.cuts or one.platform == "tpu" else written + (2 * layers * one.keys_bytes if groups > 1 else 0)
+
+
+def _mlp(one: Pass) -> int:
+    model = one.model
+    if not model.experts:
+        gated = model.gated and (one.platform != "cpu" or not one.cached)
+        hidden = 1 if one.platform == "cpu" and gated else 2
+        return (3 if gated else 2) * one.count * model.mlp_width * one.c + hidden * one.hidden
+    slots = rows_of_experts(one.count * model.experts_per_token, model.experts) * one.c
+    return slots * (2 * model.width + 3 * model.mlp_width) + 4 * one.hidden
+
+
+def _choice(one: Pass) -> int:
+    """The numbers of all candidates; prefill draws a token too."""
+    if one.platform == "gpu":
+        return one.batch * one.model.vocab_size * _CHOICE_BITS // 8
+    return one.batch * one.model.vocab_size * (_CHOICE * FLOAT32 + 1)

@@ -1,0 +1,145 @@
+"""What a training step holds on a CPU from the forward pass into the backward pass, and the stacks of its gradients.
+
+XLA's CPU backend makes the zeros that gradients of layers are written into before the forward pass.
+"""
+
+from collections.abc import Iterator
+
+import jax
+
+from jaxllm.ledger import rows
+from jaxllm.ledger.formula.exact.activations import head_numbers
+from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
+from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, Setting
+from jaxllm.ledger.formula.fitted.train.cpu_moments import rows_of_copies
+from jaxllm.ledger.formula.fitted.train.parts import between_passes, numbers
+from jaxllm.ledger.rows import BACKWARD, Row
+
+# On a CPU, the XLA of JAX 0.10 holds in float32 what bfloat16 products read, and makes all blocks of a layer pattern
+# again before the first gradient; that of 0.12 converts as it goes, and makes one block at a time. In between nobody
+# looked, so the larger is taken.
+_FRUGAL_CPU_FROM = (0, 12)
+
+_FLOAT32_TAGS = ("attn_scores", "attn_probs")
+# A row, and the bytes of each array in it that is large enough to be told apart.
+Held = tuple[Row, list[int]]
+
+
+def frugal() -> bool:
+    return jax.__version_info__ >= _FRUGAL_CPU_FROM
+
+
+def held_bytes(setting: Setting) -> int:
+    """Bytes in which the platform holds a number of the compute dtype that products read."""
+    return setting.compute if frugal() else FLOAT32
+
+
+def with_copies(setting: Setting, phase: str, parts: list[Held]) -> Iterator[Row]:
+    yield from (row for row, _ in parts)
+    yield from rows_of_copies(setting, phase, [size for _, sizes in parts for size in sizes])
+
+
+def arrays(name: str, kind: str, phase: str, counts: list[int], size: int) -> Held:
+    """Arrays of so many numbers each."""
+    return numbers(name, kind, phase, sum(counts), size), [count * size for count in counts]
+
+
+def waiting(setting: Setting, phase: str) -> Iterator[Held]:
+    """What lives from the forward pass into the backward pass, the stacks that gradients are written into included."""
+    held, c = held_bytes(setting), setting.compute
+    # Without accumulation nothing needs the embeddings any more once the loss is taken.
+    needed = setting.parameters if setting.accumulates or phase != BACKWARD else setting.select("layers", "tail")
+    for row in between_passes(setting, phase, needed, held):
+        if row.kind == "gradient accumulator":
+            yield row, [_gradient(setting, p) * FLOAT32 for p in setting.trained]
+        elif row.name in _STACKS_ALIKE and setting.devices > 1:
+            yield row, _late_activations(setting, row.name)
+        else:
+            yield row, []
+    if held != c:
+        # What the layers wrote is turned into float32 as wholes before the loss.
+        one = block(setting)
+        narrow = [size for tag, size in one.kept(setting.remat.kept).items() if tag not in _FLOAT32_TAGS]
+        kept = sum(narrow) + one.values[BLOCK_INPUT].bytes
+        many = setting.model.layers
+        if setting.group_size > 1:  # those of one group only, once they are made again; the inputs are few
+            many = setting.group_size * len(setting.model.pattern) if phase == BACKWARD else 0
+        more = kept * many * (held - c) // c
+        formula = f"{more:,} B, of {many} layers"
+        yield rows.row("activations in float32", "workspace", phase, formula, more), []
+        chunked = setting.config.train.loss_chunk < setting.tokens
+        if setting.layout.frozen:
+            pass
+        elif setting.accumulates or (chunked and phase != BACKWARD):
+            yield arrays("embeddings, in the compute dtype", "weights", phase, [head_numbers(setting)], c)
+    if setting.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, by any version
+        own = [setting.per_device(p.weight) for p in setting.select("layers") if not p.trained]
+        yield arrays("frozen weights in float32", "workspace", phase, own, FLOAT32)
+    layers = setting.select("layers", "tail", trained=True)
+    if setting.stage < 2:
+        counts = [setting.computing(p) for p in layers]
+        yield _stacks(setting, "gradients of layers", phase, counts, c)
+    if setting.stage:
+        size = FLOAT32 if setting.stage == 1 and setting.accumulates else c
+        counts = [setting.per_device(p.share) for p in layers]
+        yield _stacks(setting, "gradients of layers, scattered", phase, counts, size)
+    if setting.config.optimizer.name == "adafactor" and setting.accumulates and setting.devices == 1:
+        yield squares(setting, phase)
+    if setting.layout.frozen:
+        return
+    if setting.mixed or setting.stage >= 2:
+        yield arrays("gradient of the lookup", "gradients", phase, [head_numbers(setting)], FLOAT32)
+    positions = [setting.computing(p) for p in setting.select("embed") if p.name != "embed.tokens"]
+    if positions:
+        yield arrays("gradient of the positions", "gradients", phase, positions, c)
+
+
+# Kept tags -> how many stacks of theirs are copies of zeros that are there already: all but the first of a shape.
+_STACKS_ALIKE = ("attn_qkv", "attn_context", "attn_out", "resid_mid", "mlp_gate", "mlp_hidden")
+
+
+def _late_activations(setting: Setting, tag: str) -> list[int]:
+    """Stacks of a kept tag that are made of a copy of another one's zeros; see `_stacks`."""
+    model, kept = setting.model, setting.remat.kept
+    values = block(setting).values
+    layers = model.layers
+    q, k = values["q"].bytes * layers, values["k"].bytes * layers
+    if tag == "attn_qkv":
+        return [k] if model.heads != model.kv_heads else [q, k]
+    if tag == "attn_context":
+        return [q] if "attn_qkv" in kept else []
+    if tag in ("mlp_gate", "mlp_hidden"):
+        return [values["mlp_hidden"].bytes * layers] if "mlp_up" in kept else []
+    return [values[BLOCK_INPUT].bytes * layers]
+
+
+def _gradient(setting: Setting, parameter: Parameter) -> int:
+    """Numbers of an array's gradient on one device, where it is accumulated."""
+    return setting.computing(parameter) if setting.stage < 2 else setting.per_device(parameter.share)
+
+
+def _stacks(setting: Setting, name: str, phase: str, counts: list[int], size: int) -> Held:
+    """Zeros that gradients of layers are written into.
+
+    On several devices the first of each shape is there before old moments are copied, and the others are copies of
+    it, made later: only they may lie where the moments lay.
+    """
+    row, sizes = arrays(name, "gradients", phase, counts, size)
+    if setting.devices == 1:
+        return row, sizes
+    seen: set[tuple[int, ...]] = set()
+    late = []
+    for parameter, bytes_each in zip(setting.select("layers", "tail", trained=True), sizes, strict=True):
+        if parameter.spec.shape in seen:
+            late.append(bytes_each)
+        seen.add(parameter.spec.shape)
+    return row, late
+
+
+def squares(setting: Setting, phase: str) -> Held:
+    """Adafactor squares all weights for their norms, before anything else.
+
+    The squares are summed up at once; on one device that takes micro-batches, after them all.
+    """
+    counts = [setting.per_device(p.moment) for p in setting.trained]
+    return arrays("weights, squared", "optimizer", phase, counts, FLOAT32)

@@ -1,0 +1,16 @@
+"""What a training step holds beside the state: a row for each array, in each phase that it lives in, by platform."""
+
+from collections.abc import Iterator
+
+from jaxllm.ledger.formula.exact.run import Setting
+from jaxllm.ledger.formula.fitted.train import cpu, gpu, tpu
+from jaxllm.ledger.rows import Row
+
+_PLATFORMS = {"cpu": cpu, "gpu": gpu, "tpu": tpu}
+
+
+def step_rows(setting: Setting) -> Iterator[Row]:
+    """Of all phases but the persistent one."""
+    of = _PLATFORMS[setting.platform]
+    for phase in (of.forward_rows, of.boundary_rows, of.backward_rows, of.update_rows):
+        yield from phase(setting)

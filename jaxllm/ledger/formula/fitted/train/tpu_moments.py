@@ -1,0 +1,118 @@
+"""What a TPU's HBM holds while a block's gradients are taken, beside what its vector memory does.
+
+A block's backward pass is fullest while the gradients of its attention are taken, or while those of its MLP are.
+"""
+
+from jaxllm.ledger.formula.exact import tpu_tiles
+from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
+from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, Setting
+from jaxllm.ledger.formula.fitted.train.parts import of_one_layer
+
+# Of a v5e's core (Google's JAX scaling book, "How to think about TPUs"); the kernels themselves need some of it.
+VECTOR_MEMORY = 128 * 2**20
+_FREE = VECTOR_MEMORY * 3 // 4
+_BFLOAT16 = 2
+
+# (name, bytes of one array, arrays)
+Moment = list[tuple[str, int, int]]
+
+
+def in_vector_memory(size: int) -> bool:
+    """Whether an array that is alone fits."""
+    return size <= VECTOR_MEMORY * 7 // 8
+
+
+def moments(setting: Setting) -> tuple[Moment, Moment]:
+    """(attention, MLP) of one iteration of the loop over layers: what does not fit into the vector memory."""
+    return _beside_vector_memory(_attention(setting)), _beside_vector_memory(_mlp(setting))
+
+
+def _attention(setting: Setting) -> Moment:
+    values = block(setting).values
+    own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
+    # Chunks of queries lie in stacks, and so do their gradients; those of keys and values are summed over chunks.
+    chunked = setting.config.train.attention_chunk > 0
+    if setting.attention.implementation == "pallas":
+        scores = ("log sums of attention, and lost shares", values["attn_lse"].bytes, 2)
+    else:
+        scores = ("scores and their gradient", _scores(setting), 2)
+    return [
+        scores,
+        ("queries", q, 5 if chunked else 3),
+        ("keys and values", k, 5 if chunked else 2),
+        ("hidden states", own * setting.tensor, 1),
+        ("hidden states, shares", own, 1),
+    ]
+
+
+def _mlp(setting: Setting) -> Moment:
+    values = block(setting).values
+    own, q = values[BLOCK_INPUT].bytes, values["q"].bytes
+    inner = values["mlp_hidden"].bytes // setting.compute * _BFLOAT16
+    moment = [
+        ("MLP", inner, 4),
+        ("weights of one MLP", *_weights(setting)),
+        # With several devices along `tensor`: attention's inputs and the MLP's, and their gradients, gathered.
+        ("hidden states", own * setting.tensor, 4 if setting.tensor > 1 else 2),
+        ("hidden states, shares", own, 2),
+        ("queries", q, 3 if setting.tensor > 1 else 1),
+    ]
+    if setting.group_size > 1:  # and what the group keeps for the layers of one repeat, cut out of its stacks
+        pattern = len(setting.model.pattern)
+        kept = block(setting).kept(setting.remat.kept)
+        moment[0] = ("MLP", inner, 2)
+        moment += [(f"{tag}, out of the stack", size, pattern) for tag, size in kept.items()]
+    again = block(setting).made_again(setting.remat.kept)
+    if "attn_probs" in again and not setting.config.train.attention_chunk:
+        moment.append(("scores", _scores(setting), 1))
+    return moment
+
+
+def _scores(setting: Setting) -> int:
+    scores, chunk = block(setting).values["attn_probs"].bytes, setting.config.train.attention_chunk
+    return scores * chunk // setting.length if chunk else scores
+
+
+def _weights(setting: Setting) -> tuple[int, int]:
+    """(bytes of the largest matrix of a layer, how many): its gradient, and under stage 3 the two put together."""
+    if setting.stage < 3:
+        return _largest_matrix(setting)[1] * setting.compute, 1
+    return gathered_matrix(setting), 3
+
+
+def gathered_matrix(setting: Setting) -> int:
+    """Bytes of the largest matrix of a layer, put together from its shares.
+
+    Shares whose rows do not fill tiles are put together along the slowest dimension, so that each row of the result is
+    a tile of its own: of two rows where they are packed, one of which is padding.
+    """
+    largest, count = _largest_matrix(setting)
+    dimension = largest.share.zero_dim
+    assert dimension is not None
+    rows = tpu_tiles.shape_on_device(setting.layout, largest.share)[dimension]
+    whole = rows % tpu_tiles.SUBLANES == 0 or setting.compute == FLOAT32
+    return count * setting.compute * (1 if whole else 2)
+
+
+def _largest_matrix(setting: Setting) -> tuple[Parameter, int]:
+    """The parameter, and its numbers in one layer."""
+    largest = max(setting.select("layers", "tail"), key=lambda p: of_one_layer(setting, p))
+    return largest, of_one_layer(setting, largest)
+
+
+def attention_numbers(setting: Setting) -> int:
+    """Of one layer's weights of attention."""
+    model = setting.model
+    heads = 2 * (model.heads + model.kv_heads) // setting.tensor
+    return model.width * model.head_dim * heads
+
+
+def _beside_vector_memory(moment: Moment) -> Moment:
+    """The smallest arrays go there, until it is full."""
+    free, left = _FREE, []
+    for name, size, count in sorted(moment, key=lambda row: row[1]):
+        inside = min(count, free // size) if size else count
+        free -= inside * size
+        if count > inside:
+            left.append((name, size, count - inside))
+    return left

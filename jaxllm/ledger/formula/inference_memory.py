@@ -1,0 +1,138 @@
+"""The memory of inference in closed form: weights, KV cache, and what prefill and a decoded token need.
+
+Exact: the persistent phase. Approximate: the workspaces of prefill and decode (`ledger.inference_workspaces`).
+"""
+
+from jaxllm.config import Architecture
+from jaxllm.config import attention as attention_choice
+from jaxllm.ledger import rows
+from jaxllm.ledger.formula.exact import formats
+from jaxllm.ledger.formula.exact.formats import ITEMSIZE as ITEMSIZE
+from jaxllm.ledger.formula.exact.run import FLOAT32
+from jaxllm.ledger.formula.fitted.infer import tpu as inference_tpu
+from jaxllm.ledger.formula.fitted.infer.workspaces import workspace_rows
+from jaxllm.ledger.formula.training_memory import leaves
+from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Ledger, Row
+from jaxllm.model.specs import cache_slots, cache_specs, param_specs
+
+# A row's place in the decode state beside the tokens seen: length, reason, next token, tokens made and their limit
+# (int32), 16 end ids, six sampling numbers, a key of two words, and a flag.
+TOKEN = 4
+ROW_BYTES = 5 * 4 + 16 * 4 + 6 * 4 + 2 * 4 + 1
+
+
+def inference(
+    model: Architecture,
+    batch: int,
+    capacity: int,
+    chunk: int,
+    weight_dtype: str,
+    cache_dtype: str,
+    name: str = "",
+    platform: str = "cpu",
+    prompt_logprobs: bool = False,
+    use_cache: bool = True,
+    vector_memory: int = 0,
+) -> Ledger:
+    """The bill of decoding on one device.
+
+    Args:
+      batch: sequences at a time.
+      capacity: tokens a sequence may have, prompt and text together.
+      chunk: prompt tokens of each sequence that one prefill call takes.
+      weight_dtype: of `formats.FORMATS`, or the long name of a dtype.
+      cache_dtype: of `formats.CACHE_FORMATS`, likewise.
+      name: of the model, for the ledger.
+      platform: cpu | gpu | tpu.
+      prompt_logprobs: whether prompts are scored: the log-probabilities of every token of a chunk.
+      use_cache: False runs the whole forward pass for every token, and keeps the tokens in the cache's place.
+      vector_memory: of a TPU, as of `devices.Device.vector_memory`; 0 counts all arrays in its main memory.
+    Raises:
+      UserError: no such format.
+    """
+    made = [
+        *weight_rows(model, weight_dtype),
+        *(cache_rows(model, batch, capacity, cache_dtype) if use_cache else _tokens(batch, capacity)),
+        *_state(model, batch),
+    ]
+    if platform == "tpu" and not formats.named(weight_dtype).scaled:
+        held = cache_dtype if use_cache else ""
+        made.append(inference_tpu.state_padding(model, batch, capacity, weight_dtype, held))
+    for phase, tokens in ((PREFILL, chunk), (DECODE, 1)) if use_cache else ((DECODE, capacity),):
+        how = (weight_dtype, platform, phase, use_cache, cache_dtype, vector_memory)
+        made += workspace_rows(model, batch, capacity, tokens, *how)
+    if prompt_logprobs:
+        made += _scoring(model, batch, chunk)
+    parameters = sum(spec.size for spec in leaves(param_specs(model)))
+    line = _attention_line(model, (weight_dtype, cache_dtype), platform)
+    return Ledger("infer", name, parameters, "", 1, tuple(made), attention=line)
+
+
+def _attention_line(model: Architecture, held: tuple[str, ...], platform: str) -> str:
+    """Which code computes attention of prompts and of new tokens, and why."""
+    dtypes = ("float16" if name == "fp16" else name for name in held)
+    of_tokens = attention_choice.decoding(platform, model.head_dim, *dtypes)
+    return f"attention: of prompts xla, chunk by chunk; of new tokens {of_tokens.implementation} ({of_tokens.why})"
+
+
+def weight_rows(model: Architecture, weight_dtype: str) -> list[Row]:
+    """The weights in a format, and its scales, where it has any."""
+    specs, stored = leaves(param_specs(model)), formats.named(weight_dtype)
+    size = sum(map(stored.numbers_bytes, specs))
+    count = sum(spec.size for spec in specs)
+    if not stored.scaled:
+        return [rows.row("weights", "weights", PERSISTENT, f"{count:,} × {stored.bits // 8} B", size)]
+    wide = sum(spec.size for spec in specs if not spec.decays)
+    formula = f"{count - wide:,} × {stored.bits} bits + {wide:,} × 2 B"
+    scales = sum(map(stored.scale_bytes, specs))
+    scale = f"{scales // formats.SCALE_BYTES:,} × {formats.SCALE_BYTES} B"
+    return [
+        rows.row("weights", "weights", PERSISTENT, formula, size),
+        rows.row("scales", "weights", PERSISTENT, scale, scales),
+    ]
+
+
+def cache_rows(model: Architecture, batch: int, capacity: int, cache_dtype: str) -> list[Row]:
+    """A row for each kind of layer: 2 · layers · kv_heads · head_dim · bytes a token and sequence; and its scales."""
+    kinds = [*model.pattern * model.repeats, *model.tail]
+    itemsize, scale = formats.cache_itemsize(cache_dtype)
+    made, numbers = [], 0
+    for kind in sorted(set(kinds)):
+        layers, slots = kinds.count(kind), cache_slots(model, kind, capacity)
+        heads = 2 * layers * batch * slots * model.kv_heads
+        numbers += heads * model.head_dim
+        count = f"2 × {layers} layers × {batch} × {slots:,} tokens × {model.kv_heads} heads"
+        formula = f"{count} × {model.head_dim} × {itemsize} B"
+        size = heads * model.head_dim * itemsize
+        made.append(rows.row(f"KV cache, {kind}", "KV cache", PERSISTENT, formula, size))
+        if scale:
+            row = rows.row(f"KV cache scales, {kind}", "KV cache", PERSISTENT, f"{count} × {scale} B", heads * scale)
+            made.append(row)
+    assert numbers == sum(spec.size for spec in leaves(cache_specs(model, batch, capacity))), numbers
+    return made
+
+
+def _tokens(batch: int, capacity: int) -> list[Row]:
+    """What stands in for the cache where there is none."""
+    size = batch * capacity * TOKEN
+    return [rows.row("tokens so far", "decode state", PERSISTENT, f"{batch} × {capacity:,} × {TOKEN} B", size)]
+
+
+def _state(model: Architecture, batch: int) -> list[Row]:
+    V = model.vocab_size
+    return [
+        rows.row("tokens seen", "decode state", PERSISTENT, f"{batch} × {V:,} × 1 B", batch * V),
+        rows.row(
+            "lengths, limits, sampling", "decode state", PERSISTENT, f"{batch} × {ROW_BYTES} B", batch * ROW_BYTES
+        ),
+    ]
+
+
+def _scoring(model: Architecture, batch: int, chunk: int) -> list[Row]:
+    """What a prompt's log-probabilities take while a chunk of it is scored: float32, of the whole vocabulary.
+
+    They are made in the place of their logits.
+    """
+    size = batch * chunk * model.vocab_size * FLOAT32
+    formula = f"{batch} × {chunk:,} tokens × {model.vocab_size:,} × 4 B"
+    return [rows.row("log-probabilities of the prompt", "logits", PREFILL, formula, size)]

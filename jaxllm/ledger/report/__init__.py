@@ -1,0 +1,1 @@
+"""The ledger for people: terminal tables, sentences, a PNG and an HTML page."""

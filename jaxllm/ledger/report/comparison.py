@@ -1,0 +1,59 @@
+"""Training beside inference: what each holds and does, of one model on one kind of device."""
+
+import dataclasses
+
+from jaxllm.ledger.report import groups as view
+from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown, figure_from_json, format_bytes, format_si
+
+DIRECTIONS = {"train": "forward and backward", "infer": "forward only"}
+_UNITS = {"train": "a step", "infer": "a token of each sequence"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One quantity of both tasks, in words; "–" where a task has none of it."""
+
+    name: str
+    train: str
+    infer: str
+
+
+def lines(train: Ledger, infer: Ledger) -> tuple[Line, ...]:
+    """The table: what is held where each device is fullest, whether it fits, and the work."""
+    both = (train, infer)
+    held = [view.at_peak(ledger) for ledger in both]
+
+    def line(name: str, texts: list[str]) -> Line:
+        return Line(name, *texts)
+
+    made = [line("direction", [DIRECTIONS[ledger.task] for ledger in both])]
+    made.append(line("devices", [f"{ledger.count} × {ledger.device}" for ledger in both]))
+    for group in view.GROUPS:
+        if any(group in groups for groups in held):
+            made.append(line(group, [format_bytes(groups[group]) if group in groups else "–" for groups in held]))
+    made.append(line("peak", [format_bytes(ledger.peak_bytes) for ledger in both]))
+    made.append(line("fullest", [_fullest(ledger) for ledger in both]))
+    made.append(line("fits", [_fits(ledger) for ledger in both]))
+    made.append(
+        line("FLOPs", [f"{format_si(ledger.compute['flops'], 'FLOP')} {_UNITS[ledger.task]}" for ledger in both])
+    )
+    made.append(line("bytes moved", [format_si(ledger.compute["bytes"], "B") for ledger in both]))
+    made.append(line("at least", [_figure(ledger, "roofline_seconds") for ledger in both]))
+    made.append(line("bottleneck", [_figure(ledger, "bound") for ledger in both]))
+    return tuple(made)
+
+
+def _fullest(ledger: Ledger) -> str:
+    return "always" if ledger.peak_phase == PERSISTENT else ledger.peak_phase
+
+
+def _fits(ledger: Ledger) -> str:
+    capacity = ledger.capacity_bytes
+    if isinstance(capacity, Unknown):
+        return "unknown"
+    return f"{'yes' if ledger.fits else 'no'}, {ledger.peak_bytes / max(capacity, 1):.0%} of {format_bytes(capacity)}"
+
+
+def _figure(ledger: Ledger, name: str) -> str:
+    figure = figure_from_json(ledger.compute[name])
+    return format_si(figure, "s") if isinstance(figure, float) else str(figure)

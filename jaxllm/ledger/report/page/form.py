@@ -1,0 +1,190 @@
+"""What the page's form asks, and the answer by the closed forms: run by Python here, and by the browser in the page."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm import architectures
+from jaxllm.config import CHOICES, overrides
+from jaxllm.errors import UserError
+from jaxllm.hardware import detect
+from jaxllm.hardware.detect import Device
+from jaxllm.ledger import bill, request
+from jaxllm.ledger.formula.exact import formats
+from jaxllm.ledger.report import comparison, groups, sentences
+from jaxllm.ledger.request import TASKS, Request
+from jaxllm.ledger.rows import PHASES, Ledger, format_bytes
+
+HERE = "this machine"
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One control.
+
+    Attributes:
+      name: a field of the configuration, or a flag of the command.
+      label: for people.
+      choices: what it may hold; empty for a number.
+      least: of a number.
+    """
+
+    name: str
+    label: str
+    choices: tuple[str, ...] = ()
+    least: int = 1
+
+
+# Group -> its controls.
+FORM: dict[str, tuple[Field, ...]] = {
+    "Model and device": (
+        Field("config.model.name", "model", tuple(architectures.ARCHITECTURES)),
+        Field("device", "device", tuple(detect.DEVICES)),
+        Field("count", "devices"),
+    ),
+    "Mesh": (
+        Field("config.mesh.data", "data"),
+        Field("config.mesh.tensor", "tensor"),
+        Field("config.mesh.replica", "replica"),
+        Field("config.mesh.zero", "ZeRO stage", ("0", "1", "2", "3"), least=0),
+    ),
+    "Training": (
+        Field("config.train.batch_size", "batch, sequences"),
+        Field("config.data.sequence_length", "length, tokens", least=2),
+        Field("config.optimizer.name", "optimizer", CHOICES["optimizer.name"]),
+        Field("config.precision.policy", "precision", CHOICES["precision.policy"]),
+        Field("config.attention.implementation", "attention", CHOICES["attention.implementation"]),
+        Field("config.remat.policy", "remat", ("none", "full", "sqrt", "dots")),
+        Field("config.train.accumulate", "micro-batches"),
+        Field("config.train.loss_chunk", "loss chunk"),
+        Field("config.train.attention_chunk", "attention chunk", least=0),
+        Field("config.optimizer.moment_dtype", "moments", CHOICES["optimizer.moment_dtype"]),
+        Field("config.optimizer.offload", "offload", CHOICES["optimizer.offload"]),
+    ),
+    "Inference": (
+        Field("batch", "sequences"),
+        Field("context", "context, tokens"),
+        Field("weights", "weights", (bill.AUTO, *formats.FORMATS)),
+        Field("cache", "KV cache", (bill.AUTO, *formats.CACHE_FORMATS)),
+    ),
+}
+
+
+def start(asked: Request, device_name: str) -> dict[str, Any]:
+    """What the page starts from, as JSON: the configuration, the device if it is this machine, and the form's values.
+
+    Args:
+      device_name: what `--device` was; auto is `this machine`, whose figures the page then carries.
+    """
+    here = device_name not in detect.DEVICES
+    flags = {
+        "device": HERE if here else device_name,
+        "count": request.count_of(asked),
+        "batch": asked.batch,
+        "context": request.context_of(asked),
+        "weights": asked.weights,
+        "cache": asked.cache,
+    }
+    held = overrides.field_paths(asked.config)
+    names = [field.name for fields in FORM.values() for field in fields]
+    return {
+        "config": overrides.to_dict(asked.config),
+        "machine": _machine_json(asked.device) if here else None,
+        "chunk": asked.chunk,
+        "texts": {name: str(flags[name] if name in flags else held[name.removeprefix("config.")]) for name in names},
+    }
+
+
+def _machine_json(device: Device) -> dict[str, Any]:
+    figures = {field.name: getattr(device, field.name) for field in dataclasses.fields(device)}
+    return figures | {"compile_target": None, "peak_flops": dict(device.peak_flops)}
+
+
+def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> Request:
+    """The request that the form makes of what the page started from.
+
+    Overrides of a model's numbers belong to the model that they were written for: another drops them.
+
+    Args:
+      texts: what each control holds.
+    Raises:
+      UserError: a value that its field cannot hold, or no such device.
+    """
+    values = {field.name: _parsed(field, texts[field.name]) for fields in FORM.values() for field in fields}
+    tree = {name: dict(node) if isinstance(node, dict) else node for name, node in started["config"].items()}
+    if values["config.model.name"] != tree["model"]["name"]:
+        tree["model"] = {}
+    for name, value in values.items():
+        if name.startswith("config."):
+            section, field = name.removeprefix("config.").split(".")
+            tree[section][field] = value
+    name = texts["device"]
+    device = Device(**started["machine"]) if name == HERE and started["machine"] else detect.named(name)
+    count, batch, context = (int(texts[flag]) for flag in ("count", "batch", "context"))
+    held = (texts["weights"], texts["cache"])
+    return Request(overrides.from_dict(tree), device, count, batch, context, started["chunk"], *held)
+
+
+def _parsed(field: Field, text: str) -> int | str:
+    if field.choices and not all(choice.isdigit() for choice in field.choices):
+        return text
+    try:
+        value = int(text)
+    except ValueError:
+        raise UserError(f"{_flag(field)} is {text!r}; it must be a whole number") from None
+    if value < field.least:
+        raise UserError(f"{_flag(field)} is {value}; it must be at least {field.least}")
+    return value
+
+
+def _flag(field: Field) -> str:
+    """As messages of the command name it."""
+    return field.name if field.name.startswith("config.") else f"--{field.name}"
+
+
+def answer(started: Mapping[str, Any], texts: Mapping[str, str], task: str = "both") -> dict[str, Any]:
+    """The bill of each task asked for, as JSON, or {"error": one line} where it cannot be had; both of them compared.
+
+    Args:
+      task: train | infer | both.
+    """
+    tasks = TASKS if task == "both" else (task,)
+    try:
+        made = asked(started, texts)
+    except UserError as error:
+        return {name: {"error": str(error)} for name in tasks} | {"comparison": []}
+    makers = {"train": request.train, "infer": request.infer}
+    bills = {name: _bill(makers[name], made) for name in tasks}
+    train, infer = bills.get("train"), bills.get("infer")
+    compared = []
+    if isinstance(train, Ledger) and isinstance(infer, Ledger):
+        compared = [dataclasses.asdict(line) for line in comparison.lines(train, infer)]
+    return {name: _to_json(told, made) for name, told in bills.items()} | {"comparison": compared}
+
+
+def _bill(make: Callable[[Request], Ledger], made: Request) -> Ledger | str:
+    """The bill, or why there is none."""
+    try:
+        return make(made)
+    except UserError as error:
+        return str(error)
+
+
+def _to_json(ledger: Ledger | str, made: Request) -> dict[str, Any]:
+    """The ledger JSON, with the words and sums that the page shows."""
+    if isinstance(ledger, str):
+        return {"error": ledger}
+    shown = {
+        "verdict": sentences.verdict(ledger, held_back=made.device.held_back),
+        "work": sentences.work(ledger.compute),
+        "largest": sentences.largest_first(ledger),
+        "source": made.device.source,
+        "peak_phase": ledger.peak_phase,
+        "phases": [{"name": p.name, "total": p.total, "groups": p.groups} for p in groups.phases(ledger)],
+        "groups": [groups.group_of(row) for row in ledger.rows],
+        "texts": [format_bytes(row.bytes_per_device) for row in ledger.rows],
+        "sums": {phase: format_bytes(ledger.phase_bytes(phase)) for phase in PHASES},
+        "peak": format_bytes(ledger.peak_bytes),
+        "capacity": format_bytes(ledger.capacity_bytes),
+    }
+    return ledger.to_json() | {"shown": shown}

@@ -1,0 +1,174 @@
+"""The ledger for people: tables that fit 100 columns. An unknown figure has a footnote that says why."""
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxllm.hardware.detect import Device
+from jaxllm.ledger.compiled.attached import Inspection
+from jaxllm.ledger.reconcile import COLUMNS, Reconciliation
+from jaxllm.ledger.report import comparison
+from jaxllm.ledger.report.sentences import Footnotes, largest_first, told_parameters, verdict, work
+from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown, format_bytes, format_si
+
+WIDTH = 100
+
+
+def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
+    """What persists, what the fullest phase adds, their sum, and whether the device holds it."""
+    notes = Footnotes()
+    title = f"ledger: {ledger.task} {ledger.model}, {told_parameters(ledger)}, {ledger.count} × {device.name}"
+    table = _table(title)
+    table.add_column("memory of one device", overflow="fold", max_width=34)
+    table.add_column("how", overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("of peak", justify="right", no_wrap=True)
+    peak = ledger.peak_phase
+
+    def share(size: int, phase: str) -> str:
+        return "" if phase == HOST or not ledger.peak_bytes else f"{size / ledger.peak_bytes:.1%}"
+
+    def add(phase: str) -> None:
+        for row in ledger.rows:
+            if row.phase == phase:
+                size = row.bytes_per_device
+                table.add_row(row.name, row.formula.rpartition(" = ")[0], format_bytes(size), share(size, phase))
+        total = ledger.phase_bytes(phase)
+        cells = (f"sum: {phase}", "", format_bytes(total), share(total, phase))
+        table.add_row(*cells, style="bold", end_section=True)
+
+    for phase in (PERSISTENT, peak) if peak != PERSISTENT else (PERSISTENT,):
+        add(phase)
+    table.add_row("peak", "", format_bytes(ledger.peak_bytes), "", style="bold", end_section=True)
+    if ledger.host_bytes:
+        add(HOST)
+    console.print(table, width=min(WIDTH, console.width))
+    _say(console, largest_first(ledger))
+    others = [phase for phase in PHASES if phase not in (PERSISTENT, peak, HOST) and ledger.phase_bytes(phase)]
+    if others:
+        sums = ", ".join(f"{phase} {format_bytes(ledger.phase_bytes(phase))}" for phase in others)
+        _say(console, f"Phases that need less: {sums}")
+    _say(console, verdict(ledger, notes, device.held_back))
+    if ledger.compute:
+        _say(console, work(ledger.compute, notes))
+    if ledger.attention:
+        _say(console, ledger.attention)
+    _footnotes(console, notes)
+    _say(console, f"Device: {device.source}")
+
+
+def show_comparison(train: Ledger, infer: Ledger, console: Console) -> None:
+    """What training and inference hold and do, side by side."""
+    table = _table(f"training beside inference: {train.model}, memory of one device where it is fullest")
+    table.add_column("", no_wrap=True)
+    table.add_column("training", justify="right", overflow="fold")
+    table.add_column("inference", justify="right", overflow="fold")
+    for line in comparison.lines(train, infer):
+        table.add_row(line.name, line.train, line.infer, style="bold" if line.name in ("peak", "fits") else "")
+    console.print(table, width=min(WIDTH, console.width))
+
+
+def show_reconciliation(result: Reconciliation, console: Console) -> None:
+    """All columns and the gap of the formula to each."""
+    notes = Footnotes()
+    table = _table("reconciliation: bytes on one device, and (formula − column) / column")
+    table.add_column("", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for line in result.lines:
+        cells = []
+        for column in COLUMNS:
+            figure = line.columns[column]
+            gap = "" if column == "formula" or isinstance(line.gap(column), Unknown) else f" {line.gap(column):+.1%}"
+            cells.append(notes.mark(figure, f"{format_bytes(figure)}{gap}"))
+        table.add_row(line.name, *cells)
+    console.print(table, width=min(WIDTH, console.width))
+    _footnotes(console, notes)
+
+
+def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: Console) -> None:
+    """What the compiler told of a program: memory beside the formula's, collectives, and matrix products.
+
+    Args:
+      name: of the program; `prefill` and `decode` are held against the phase of that name.
+    """
+    notes = Footnotes()
+    need = ledger.persistent_bytes + ledger.phase_bytes(name) if name in PHASES else ledger.peak_bytes
+    if inspection.refused:
+        _say(console, f"{name}, compiled: does not fit. The compiler's words: {inspection.refused}")
+        return
+    table = _table(f"{name}, compiled in {inspection.seconds:.1f} s")
+    table.add_column("", no_wrap=True)
+    table.add_column("compiled", justify="right", no_wrap=True)
+    table.add_column("formula", justify="right", no_wrap=True)
+    for part in ("arguments", "outputs", "aliases", "temps", "host_arguments", "peak"):
+        figure = inspection.figures[part]
+        if part == "host_arguments" and (isinstance(figure, Unknown) or not figure):
+            continue
+        label = {"aliases": "− aliases", "host_arguments": "arguments in host memory"}.get(part, part)
+        formula = format_bytes(need) if part == "peak" else ""
+        if formula and not isinstance(figure, Unknown) and figure:
+            formula += f" ({(need - figure) / figure:+.1%})"
+        table.add_row(label, notes.mark(figure, format_bytes(figure)), formula)
+    console.print(table, width=min(WIDTH, console.width))
+    _say(console, _compiled_verdict(inspection, ledger, notes))
+    _collectives(inspection, notes, console)
+    _say(console, _products(inspection, notes))
+    _footnotes(console, notes)
+
+
+def _compiled_verdict(inspection: Inspection, ledger: Ledger, notes: Footnotes) -> str:
+    """One sentence: whether the compiled program fits."""
+    peak, capacity = inspection.figures["peak"], ledger.capacity_bytes
+    for figure in (peak, capacity):
+        if isinstance(figure, Unknown):
+            return f"Compiled: whether it fits is {notes.mark(figure, '')}"
+    fits = "fits" if peak <= capacity else "does not fit"
+    return f"Compiled: {fits}: needs {format_bytes(peak)} of {format_bytes(capacity)}"
+
+
+def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> None:
+    found = inspection.collectives
+    if isinstance(found, Unknown):
+        _say(console, f"Collectives: {notes.mark(found, '')}")
+        return
+    if not found:
+        _say(console, "No collectives.")
+        return
+    table = _table("collectives of one device; sent: in a ring")
+    table.add_column("", no_wrap=True)
+    for column in ("dtype", "devices", "runs", "operands", "results", "sent"):
+        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
+    for row in found:
+        some = "≤" if row["conditional"] else ""
+        for loop in row["unknown_loops"]:
+            some = notes.mark(Unknown(f"one trip of {loop} is counted: its length is not in the program"), "") + " "
+        sizes = (row[name] for name in ("operand_bytes", "result_bytes", "ring_bytes"))
+        cells = (row["dtype"], str(row["devices"]), f"{some}{row['count']:,}", *map(format_bytes, sizes))
+        table.add_row(row["op"], *cells)
+    console.print(table, width=min(WIDTH, console.width))
+
+
+def _products(inspection: Inspection, notes: Footnotes) -> str:
+    found = inspection.products
+    if isinstance(found, Unknown):
+        return f"Matrix products: {notes.mark(found, '')}"
+    told = f"Matrix products: {format_si(found['flops'], 'FLOP')} in {found['count']:,} runs"
+    if found["uncounted"]:
+        told += "; not counted: " + ", ".join(f"{name} × {runs:,}" for name, runs in found["uncounted"].items())
+    if found["unknown_loops"]:
+        told += f"; one trip counted of {', '.join(found['unknown_loops'])}"
+    return told
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, width=min(WIDTH, console.width))
+
+
+def _footnotes(console: Console, notes: Footnotes) -> None:
+    for number, reason in enumerate(notes.reasons, 1):
+        _say(console, f"[{number}] {reason}")

@@ -1,0 +1,113 @@
+"""The ledger in a training run: shown before it, held against it after its second step, told when memory runs out."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxllm.config import Architecture, Config
+from jaxllm.errors import RunError
+from jaxllm.hardware import detect
+from jaxllm.ledger import bill, trace
+from jaxllm.ledger import device as device_lib
+from jaxllm.ledger.advice import out_of_memory, remedy
+from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.formula import flops
+from jaxllm.ledger.formula.exact.run import lora_of
+from jaxllm.ledger.reconcile import reconcile
+from jaxllm.ledger.report import terminal
+from jaxllm.ledger.rows import Unknown, format_bytes
+from jaxllm.step.precision import policy_for
+
+# Of a predicted peak that did not fit after all: what a change must come down to.
+_ENOUGH_LESS = 0.8
+
+
+class TrainingBill:
+    """What the trainer shows of the ledger, and what it is measured against.
+
+    Args:
+      config, model: of the run.
+      console: where to show it.
+    """
+
+    def __init__(self, config: Config, model: Architecture, console: Console):
+        self._config, self._model = config, model
+        self._check, self._console = config.ledger.check, console
+        self._device = detect.this_machine()
+        self._held = device_lib.held_by_others()
+        ledger = bill.training(config, model, self._device)
+        available = device_lib.left_for_us(self._device, self._held, ledger.count)
+        self._ledger = dataclasses.replace(ledger, capacity_bytes=available)
+        self.model_flops_per_token = flops.model_flops_per_token(model, config.data.sequence_length, lora_of(config))
+        dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
+        peak = self._device.peak(dtype)
+        self.peak_flops = peak * self._ledger.count if peak else None
+
+    def show(self) -> None:
+        """Rows, total, capacity, verdict; and the change that would fit, where it does not.
+
+        Raises:
+          RunError: it does not fit by the formulas, and config.ledger.check is strict.
+        """
+        terminal.show_bill(self._ledger, self._device, self._console)
+        if isinstance(self._held, int) and self._held and self._device.platform != "cpu":
+            self._say(f"Of the device, others hold {format_bytes(self._held)}, which is not counted as its memory.")
+        if self._ledger.fits is not False or self._check == "off":
+            return
+        assert isinstance(self._ledger.capacity_bytes, int)
+        verdict, change = terminal.verdict(self._ledger), self._change(self._ledger.capacity_bytes)
+        if self._check == "strict":
+            raise RunError(f"config.ledger.check is strict and the run {verdict}; {change}")
+        self._say(f"WARNING: this run {verdict}. It is tried all the same; {change}", style="bold red")
+
+    def reconcile(self, workdir: pathlib.Path, train_step: jax.stages.Compiled, state: Any) -> str:
+        """Holds the ledger against the program and the live arrays; shows it and writes `workdir/ledger.json`.
+
+        Returns:
+          Why the run has to stop: config.ledger.check is strict and the persistent state is not what the ledger says
+          to the byte, or the peak not within config.ledger.tolerance. Otherwise "".
+        """
+        if self._check == "off":
+            return ""
+        trees = {"weights": (state.params, state.frozen), "optimizer": state.opt_state, "state": state}
+        traced = trace.figures(self._config, self._model, self._device.platform)
+        result = reconcile(self._ledger, attached.figures(train_step), {"peak": device_lib.peak_bytes()}, trees, traced)
+        (workdir / "ledger.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
+        terminal.show_reconciliation(result, self._console)
+        tolerance = self._config.ledger.tolerance
+        if result.ok(tolerance):
+            return ""
+        faults = result.faults(tolerance)
+        for fault in faults:
+            self._say(f"ledger: {fault}")
+        strict = self._check == "strict"
+        return f"config.ledger.check is strict and the ledger is wrong: {'; '.join(faults)}" if strict else ""
+
+    def explain_shortage(self, doing: str, error: BaseException, *more: str) -> str:
+        """What to tell where memory ran out.
+
+        Args:
+          doing: when, `in step 3`.
+          more: lines that end the block.
+        """
+        capacity, peak = device_lib.available_bytes(), self._ledger.peak_bytes
+        if isinstance(capacity, int) and self._device.platform == "cpu":
+            capacity //= self._ledger.count
+        # Where the formulas said that it fits, they were wrong here: what fits has to need clearly less.
+        room = int(_ENOUGH_LESS * peak)
+        change = self._change(room if isinstance(capacity, Unknown) else min(room, capacity))
+        ledger = dataclasses.replace(self._ledger, capacity_bytes=capacity)
+        return out_of_memory.message(doing, error, ledger, device_lib.held_by_others(), change, *more)
+
+    def _change(self, available: int) -> str:
+        found = remedy.remedy(self._config, self._model, self._device, available)
+        if found is None:
+            return "no change that the ledger knows of would fit: it takes larger devices, more, or a smaller model"
+        return f"one change that would fit: {found}"
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

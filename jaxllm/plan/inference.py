@@ -1,0 +1,211 @@
+"""The search for the fastest way to sample from a model on one device, by the closed forms."""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Sequence
+
+from jaxllm.config import Architecture
+from jaxllm.engine import generator
+from jaxllm.hardware.detect import DEVICES, Device
+from jaxllm.ledger import bill
+from jaxllm.ledger.formula import inference_memory, roofline
+from jaxllm.ledger.formula.exact import formats as formats_lib
+from jaxllm.ledger.rows import Ledger, Unknown
+from jaxllm.plan.remedies import Remedy
+from jaxllm.step.precision import policy_for
+
+MOST_SEQUENCES = 4096
+SHORTEST_CONTEXT = 64
+# Narrower formats that a plan tries; keys and values are kept in the first of them at the narrowest.
+INTEGERS = ("int8", "int4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """Attributes:
+    weights, cache: formats, by the names of `ledger.formats`.
+    batch: sequences at a time.
+    context: tokens of prompt and text that each may have.
+    """
+
+    weights: str
+    cache: str
+    batch: int
+    context: int
+
+    @property
+    def told(self) -> str:
+        """In one line."""
+        return f"weights {self.weights}, KV cache {self.cache}, {self.batch} × {self.context:,} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the closed forms say of one that fits.
+
+    Attributes:
+      peak_bytes: of the device.
+      seconds: least time of one more token for each sequence of full context; infinite where it is not known.
+      bound: what sets it.
+      prefill_seconds: least time of taking in prompts of the whole context, of all sequences.
+      unknown: "" or which rate is not known.
+    """
+
+    choice: Serving
+    peak_bytes: int
+    seconds: float
+    bound: str
+    prefill_seconds: float
+    unknown: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together."""
+        return self.choice.batch / self.seconds
+
+    @property
+    def rank(self) -> tuple[float, tuple[int, ...], int]:
+        """Smaller is better: the most tokens a second, of two as fast the wider formats, less memory."""
+        formats = (_width(self.choice.weights), _width(self.choice.cache))
+        return -self.tokens_per_second, formats, self.peak_bytes
+
+
+def _width(name: str) -> int:
+    """Bits saved: more is another model, if not by much."""
+    return -formats_lib.named(name).bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Attributes:
+    budget: bytes that may be taken.
+    judged: choices.
+    fitting: verdicts, the best first.
+    closest: the choice of the smallest peak, and the peak, where nothing fits.
+    seconds: that the search took.
+    """
+
+    name: str
+    model: Architecture
+    device: Device
+    budget: int
+    judged: int
+    fitting: tuple[Verdict, ...]
+    closest: tuple[Serving, int] | None
+    seconds: float
+
+
+def plain(device: Device) -> str:
+    """The format of weights and cache that programs compute with on a device."""
+    return bill.plain_format(device.platform)
+
+
+def has_program(choice: Serving, device: Device) -> bool:
+    """Whether the decoder runs with weights and cache in these formats."""
+    return choice.weights == plain(device) and choice.cache in (plain(device), formats_lib.INT8)
+
+
+def formats(device: Device, wanted: str = "search", of: str = "weights") -> tuple[str, ...]:
+    """Formats to choose among on a device, the widest first.
+
+    Args:
+      wanted: one of them, or `search` for all.
+      of: weights | cache.
+    """
+    if wanted != "search":
+        return (wanted,)
+    return (plain(device), *(INTEGERS if of == "weights" else INTEGERS[:1]))
+
+
+def ledger_of(name: str, model: Architecture, device: Device, choice: Serving) -> Ledger:
+    """The bill, without device and work."""
+    chunk = min(generator.CHUNK, choice.context)
+    return inference_memory.inference(
+        *(model, choice.batch, choice.context, chunk, choice.weights, choice.cache, name, device.platform),
+        vector_memory=device.vector_memory,
+    )
+
+
+def search(
+    name: str,
+    model: Architecture,
+    device: Device,
+    budget: int,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    weights: Sequence[str],
+    caches: Sequence[str],
+) -> Search:
+    """Judges every combination. A larger batch needs more: the batches of a combination end where one does not fit, and
+    the largest that does is looked for below it.
+
+    Args:
+      batches: ascending.
+    """
+    begun = time.perf_counter()
+    peaks: dict[Serving, int] = {}
+
+    def fits(choice: Serving) -> bool:
+        if choice not in peaks:
+            peaks[choice] = ledger_of(name, model, device, choice).peak_bytes
+        return peaks[choice] <= budget
+
+    for context, weight, cache in itertools.product(contexts, weights, caches):
+        one = functools.partial(Serving, weight, cache, context=context)
+        fitting = list(itertools.takewhile(lambda batch, one=one: fits(one(batch=batch)), batches))  # type: ignore[misc]
+        if fitting and len(fitting) < len(batches):  # and the largest between the last that fits and the next
+            low, high = fitting[-1], batches[len(fitting)]
+            bisect.bisect_left(range(low + 1, high), True, key=lambda batch, one=one: not fits(one(batch=batch)))  # type: ignore[misc]
+    found = [verdict(model, device, choice, peak) for choice, peak in peaks.items() if peak <= budget]
+    found.sort(key=lambda one: one.rank)
+    closest = None if found else min(peaks.items(), key=lambda item: item[1])
+    return Search(name, model, device, budget, len(peaks), tuple(found), closest, time.perf_counter() - begun)
+
+
+def verdict(model: Architecture, device: Device, choice: Serving, peak_bytes: int) -> Verdict:
+    """Of a choice whose peak is known."""
+    dtype = policy_for("auto", device.platform).compute.name
+    how = (choice.weights, choice.cache, device, dtype)
+    token = roofline.decode_token(model, choice.batch, choice.context, *how)
+    prompt = roofline.prefill(model, choice.batch, choice.context, *how)
+    seconds, bound, first = token.seconds, token.bound, prompt.seconds
+    if isinstance(seconds, Unknown) or isinstance(bound, Unknown) or isinstance(first, Unknown):
+        return Verdict(choice, peak_bytes, float("inf"), "unknown", float("inf"), token.unknown)
+    return Verdict(choice, peak_bytes, seconds, bound, first, "")
+
+
+def batches_up_to(most: int = MOST_SEQUENCES) -> tuple[int, ...]:
+    """Powers of two."""
+    return tuple(2**power for power in range(most.bit_length()))
+
+
+def remedies(found: Search, margin: float) -> list[Remedy]:
+    """Of each kind of change the smallest that fits, where one does: from the closest choice on."""
+    assert found.closest is not None
+    choice = found.closest[0]
+    made: list[Remedy] = []
+
+    def peak(device: Device, other: Serving) -> int:
+        return ledger_of(found.name, found.model, device, other).peak_bytes
+
+    def first(what: str, flag: str, values: Sequence[int | str], field: str) -> None:
+        for value in values:
+            needs = peak(found.device, dataclasses.replace(choice, **{field: value}))  # type: ignore[arg-type]
+            if needs <= found.budget:
+                made.append(Remedy(what, f"--{flag}={value}", needs))
+                return
+
+    first("fewer sequences at a time", "batch", range(choice.batch - 1, 0, -1), "batch")
+    halves = [choice.context >> times for times in range(1, choice.context.bit_length())]
+    first("a shorter context", "context", [half for half in halves if half >= SHORTEST_CONTEXT], "context")
+    first("smaller weights", "weights", [f for f in formats(found.device) if f != choice.weights], "weights")
+    first("a smaller KV cache", "cache", [f for f in formats(found.device, of="cache") if f != choice.cache], "cache")
+    larger = [(other.memory_bytes or 0, name, other) for name, (_, other) in DEVICES.items()]
+    for memory, name, other in sorted(larger, key=lambda entry: entry[:2]):
+        if memory > (found.device.memory_bytes or 0) and (needs := peak(other, choice)) <= int(memory * (1 - margin)):
+            made.append(Remedy(f"a larger device, {other.name}", f"--device={name}", needs))
+            break
+    return made

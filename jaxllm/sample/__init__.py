@@ -1,0 +1,1 @@
+"""The command that continues prompts and holds conversations."""

@@ -1,0 +1,171 @@
+"""A conversation: from --prompt, from a terminal, or from lines down a pipe; `python -m jaxllm.sample --chat`.
+
+Every turn renders the whole conversation with the model's chat template and takes it in anew, so that what the model
+reads is what its template says, whatever has been said before.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxllm.engine import generator as engine
+from jaxllm.engine.generator import Generator
+from jaxllm.engine.request import Request, Result, Times
+from jaxllm.errors import UserError
+from jaxllm.interop import chat
+from jaxllm.interop.chat import ChatTokenizer, Message
+from jaxllm.interop.pretrained import Pretrained
+from jaxllm.ledger.advice import out_of_memory
+from jaxllm.ledger.runtime.sampling import SamplingBill
+
+MAX_NEW_TOKENS = 512  # of an answer, where nobody says
+_CURSOR = "> "
+
+
+class Conversation:
+    """What has been said so far, and the model that says what comes next.
+
+    Attributes:
+      messages: {"role", "content"} of each turn.
+    """
+
+    def __init__(self, generator: Generator, opened: Pretrained, request: Request):
+        self._generator, self._opened, self._request = generator, opened, request
+        self.messages: list[Message] = []
+
+    def say(self, text: str, on_text: Callable[[str], None]) -> tuple[Result, Times]:
+        """One turn: the text and, piece by piece, the answer.
+
+        Raises:
+          UserError: the template refuses it, or the conversation is longer than the context; it is as it was before.
+        """
+        messages = [*self.messages, _user(text)]
+        prompt = _rendered(self._opened, messages)
+        (result,), times = self._generator.generate([prompt], self._request, lambda _, piece: on_text(piece))
+        self.messages = [*messages, {"role": "assistant", "content": result.text}]
+        return result, times
+
+
+def run(
+    opened: Pretrained,
+    request: Request,
+    prompts: Sequence[str],
+    bill: Callable[[int], SamplingBill],
+    dtype: jax.typing.DTypeLike,
+    cache_dtype: jax.typing.DTypeLike,
+    *,
+    as_json: bool,
+) -> None:
+    """Talks until there is no more to say: the prompts, or else the lines of standard input.
+
+    Args:
+      bill: of one conversation of so many tokens; asked before the weights are read, and whenever it outgrows that.
+      dtype, cache_dtype: of weights and computation; of the cache.
+      as_json: one JSON object in the end, and no text before it.
+    Raises:
+      UserError: no template or tokenizer; at a terminal after that only what a first turn needs: any other turn that
+        cannot be had is told, and left out of the conversation.
+    """
+    if opened.tokenizer is None:
+        raise UserError(f"{opened.source} comes with no tokenizer; --chat needs one")
+    tokenizer = ChatTokenizer(opened.tokenizer)
+    tokenizer.end_ids = opened.end_ids or tokenizer.end_ids
+    billed: list[SamplingBill] = []
+
+    def admit(_rows: int, tokens: int) -> None:
+        made = bill(tokens)
+        if not billed:
+            _tell(made.lines())
+        made.admit()
+        billed.append(made)
+
+    first = engine.encode(_rendered(opened, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
+    admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
+    with out_of_memory.explained(lambda error: billed[-1].explain_shortage("in the conversation", error)):
+        generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit)
+        said = _talk(Conversation(generator, opened, request), prompts, as_json)
+    if said:
+        _tell(billed[-1].reconcile(generator.live, generator.compiled_peaks()))
+        _tell([_describe([times for _, times in said])])
+
+
+def _talk(conversation: Conversation, prompts: Sequence[str], as_json: bool) -> list[tuple[Result, Times]]:
+    typed = not prompts and not as_json and sys.stdin.isatty()
+    said: list[tuple[Result, Times]] = []
+    for text in _lines(prompts, typed):
+        if not as_json and not typed and len(prompts) != 1:
+            print(f"{_CURSOR}{text}", flush=True)
+        try:
+            said.append(conversation.say(text, _silent if as_json else _show))
+        except UserError as error:
+            if not typed:
+                raise
+            _tell([f"error: {error}"])
+            continue
+        if not as_json:
+            print(flush=True)
+    if as_json:
+        print(json.dumps(_as_json(conversation, said), ensure_ascii=False), flush=True)
+    return said
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _rendered(opened: Pretrained, messages: Sequence[Message]) -> str:
+    return chat.render(messages, opened.chat_template, opened.special, add_generation_prompt=True)
+
+
+def _lines(prompts: Sequence[str], typed: bool) -> Iterator[str]:
+    """The turns of the person: those given, those typed, or those that come down a pipe; empty lines are no turns."""
+    if prompts:
+        yield from prompts
+    elif typed:
+        _tell(["Ctrl-D ends the conversation."])
+        while True:
+            try:
+                text = input(_CURSOR).strip()
+            except EOFError:
+                print()
+                return
+            if text:
+                yield text
+    else:
+        yield from (line.strip() for line in sys.stdin if line.strip())
+
+
+def _as_json(conversation: Conversation, said: Sequence[tuple[Result, Times]]) -> dict[str, Any]:
+    return {
+        "messages": conversation.messages,
+        "results": [dataclasses.asdict(result) for result, _ in said],
+        "times": [dataclasses.asdict(times) for _, times in said],
+    }
+
+
+def _describe(times: Sequence[Times]) -> str:
+    seconds, tokens = sum(t.decode for t in times), sum(t.new_tokens for t in times)
+    rate = (tokens - len(times)) / seconds if seconds else 0.0
+    first = sum(t.first_token for t in times) / len(times)
+    turns = "1 turn" if len(times) == 1 else f"{len(times)} turns"
+    return (
+        f"{turns}: first token after {first:.3f} s, then {rate:.1f} tokens/s ({tokens} tokens in all); "
+        f"compilation {sum(t.compile for t in times):.2f} s apart"
+    )
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _silent(text: str) -> None:
+    del text
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""The training step: gradients, optimizer and state, as pure functions."""

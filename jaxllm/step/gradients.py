@@ -1,0 +1,279 @@
+"""Losses and gradients of a step over all devices, with every collective of ZeRO written down.
+
+What each stage does for one step, with Ψ parameters in the compute dtype (Rajbhandari et al. 2020, section 7):
+
+    stage  weights compute from                   gradients                             elements a device moves
+    0      whole copies                           summed once, after the backward pass  2Ψ
+    1      whole copies, gathered where stored    scattered sums, once                  Ψ + Ψ
+           in shares
+    2      the same                               scattered sums, layer by layer        Ψ + Ψ
+    3      shares, gathered layer by layer in     the same                              2Ψ + Ψ
+           the forward and in the backward pass
+
+With several micro-batches, stages 2 and 3 communicate in each of them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxllm.model import adapters
+from jaxllm.model.loss import Head, cross_entropy
+from jaxllm.model.transformer import forward, unembedding
+from jaxllm.parallel.collectives import Partition, Scattered, gather, scatter
+from jaxllm.parallel.mesh import BATCH_AXES, Placement, sharded
+from jaxllm.step.placement import Layout
+from jaxllm.step.spec import Recipe
+
+Batch = dict[str, Array]  # tokens, targets, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]
+Sums = dict[str, Array]  # "nll": Σ weight·nats; "tokens": Σ weight; "balance": load balancing × tokens
+
+
+def loss_sums(
+    params: Any, batch: Batch, recipe: Recipe, partition: Partition, factor: Float[Array, ""] | float = 1.0
+) -> tuple[Float[Array, ""], Sums]:
+    """Sums over tokens, not means, so that every token of a step weighs the same wherever it lies.
+
+    Args:
+      params: as they compute, in the compute dtype; see `Partition.weights`.
+      batch: this device's rows.
+      factor: of the loss that is differentiated.
+    Returns:
+      (what is differentiated: this device's part of it, this device's sums).
+    """
+    model = recipe.model
+    hidden, _, balance = forward(
+        params,
+        batch["tokens"],
+        batch["positions"],
+        model,
+        segments=batch["segment_ids"],
+        remat=recipe.remat,
+        attention=recipe.attention,
+        attention_chunk=recipe.attention_chunk,
+        partition=partition,
+    )
+    head = Head(model.vocab_size, model.logit_softcap, recipe.loss_chunk, partition.tensor)
+    nll = cross_entropy(
+        partition.enter(hidden).reshape(-1, model.width),
+        unembedding(params, partition),
+        batch["targets"].reshape(-1),
+        (batch["weights"] * factor).reshape(-1),
+        head,
+    )
+    tokens = batch["weights"].sum()
+    balance = balance * partition.batch_sum(tokens)
+    sums = {"nll": nll / factor, "tokens": tokens, "balance": balance}
+    return nll + balance * factor, sums
+
+
+def accumulate(
+    params: Any, batch: Batch, recipe: Recipe, layout: Layout, factor: Float[Array, ""] | float, frozen: Any = None
+) -> tuple[Sums, Any]:
+    """Sums of the losses, and of the gradients times `factor`, over all tokens of a step.
+
+    Args:
+      params: what is trained, as stored, whole arrays over the mesh.
+      frozen: the weights beside it, likewise; None where there are none.
+    Returns:
+      (sums, gradients placed as `layout.moments`: in the compute dtype, or in float32 where they are accumulated).
+    """
+
+    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
+        variables, computing = variables_of(params, frozen, recipe, layout)
+        partition = partition_of(layout)
+
+        def loss(variables: Any, micro_batch: Batch) -> tuple[Array, Sums]:
+            return loss_sums(computing(variables), micro_batch, recipe, partition, factor)
+
+        differentiate = jax.grad(loss, has_aux=True)
+        if recipe.accumulate == 1:
+            gradients, sums = differentiate(variables, batch)
+        else:
+            sums, gradients = _over_micro_batches(differentiate, variables, batch, recipe.accumulate)
+        return _summed(sums, layout), _reduced(gradients, layout)
+
+    return _mapped(local, layout, layout.moments)(params, frozen, batch, jnp.asarray(factor, jnp.float32))
+
+
+def evaluate(params: Any, frozen: Any, batch: Batch, recipe: Recipe, layout: Layout) -> Sums:
+    """{"nll", "tokens"} over all tokens of a batch."""
+
+    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, tuple[()]]:
+        variables, computing = variables_of(params, frozen, recipe, layout)
+        _, sums = loss_sums(computing(variables), batch, recipe, partition_of(layout))
+        return _summed({"nll": sums["nll"], "tokens": sums["tokens"]}, layout), ()
+
+    return _mapped(local, layout, ())(params, frozen, batch, jnp.ones((), jnp.float32))[0]
+
+
+def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
+    """`local(params, frozen, batch, factor)` on every device over its shares; it gives (sums, arrays placed `out`)."""
+    if layout.mesh.size == 1:
+        return local
+
+    def specs(placements: Any) -> Any:
+        return jax.tree.map(lambda p: p.partition, placements)
+
+    rows = PartitionSpec(BATCH_AXES, None)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(specs(layout.weights), specs(layout.frozen), rows, PartitionSpec()),
+        out_specs=(PartitionSpec(), specs(out)),
+        check_vma=False,
+    )
+
+
+def partition_of(layout: Layout) -> Partition:
+    sizes = layout.sizes
+    placements = None
+    if sharded("gradients", layout.stage, mixed=False) and sizes["data"] > 1:
+        placements = layout.shares if layout.frozen is None else adapters.joined(layout.frozen, layout.shares)
+    return Partition(sizes["tensor"], sizes["replica"] * sizes["data"], placements)
+
+
+def variables_of(params: Any, frozen: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
+    """(what is differentiated, function from it to the parameters that the model's functions take)."""
+    variables, computing = _trained(params, recipe, layout)
+    if frozen is None:
+        return variables, computing
+    frozen = recipe.policy.cast(frozen)  # as they are, in a run; a test may give others
+
+    def beside(variables: Any) -> Any:
+        return adapters.joined(frozen, adapters.scaled(computing(variables), recipe.adapter_scale))
+
+    return variables, beside
+
+
+def _trained(params: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
+    """The same of what is trained alone."""
+    compute = recipe.policy.cast(params)
+    if layout.stage == 0 or layout.sizes["data"] == 1:
+        return compute, lambda whole: whole
+    if layout.stage == 3:
+        return compute, lambda shares: shares
+    if recipe.policy.mixed:
+        whole = _layer_by_layer(gather, layout.weights, compute)
+    else:
+        whole = jax.tree.map(_without_padding, layout.shares, compute)
+    if layout.stage == 1:
+        return whole, lambda whole: whole
+
+    def share(placement: Placement, x: Array) -> Array:
+        assert placement.zero_dim is not None
+        shape = list(x.shape)
+        ways = math.prod(layout.sizes[axis] for axis in placement.axes[placement.zero_dim])
+        shape[placement.zero_dim] = placement.shape[placement.zero_dim] // ways
+        return jnp.zeros(shape, x.dtype)  # stands for the gradient's shape; its value is never read
+
+    shares = jax.tree.map(share, layout.shares, whole)
+    return shares, lambda shares: jax.tree.map(Scattered, shares, whole)
+
+
+def _without_padding(placement: Placement, x: Array) -> Array:
+    if placement.zero_dim is None:
+        return x
+    return jax.lax.slice_in_dim(x, 0, placement.gathered, axis=placement.zero_dim)
+
+
+def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placements: Any, params: Any) -> Any:
+    """`gather` or `scatter` over a tree of parameters; over stacked layers one after another.
+
+    A stack taken as one is put together along its second dimension: a copy of the whole to bring it into order.
+    """
+
+    def apply(placed: Any, tree: Any, cut: bool) -> Any:
+        return jax.tree.map(lambda placement, x: function(x, placement, cut), placed, tree)
+
+    done = {name: apply(placements[name], tree, False) for name, tree in params.items() if name != "layers"}
+    layers = done["layers"] = params["layers"]
+
+    others = [x for name, tree in done.items() if name != "layers" for x in jax.tree.leaves(tree)]
+
+    def loop(layers: Any) -> Any:
+        return jax.lax.map(lambda layer: apply(placements["layers"], layer, True), layers)
+
+    def loop_after(first: Array, layers: Any) -> Any:
+        def one(i: Array) -> Any:
+            layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+            return apply(placements["layers"], layer, True)
+
+        return jax.lax.map(one, first + jnp.arange(jax.tree.leaves(layers)[0].shape[0]))
+
+    if layers and not others:  # adapters, all of them stacked
+        done["layers"] = loop(layers)
+    elif layers:  # a model shorter than its layer pattern has none that are stacked
+        done["layers"] = jax.lax.platform_dependent(
+            others, layers, cpu=lambda xs, layers: loop_after(_zero_after(xs), layers), default=lambda _, y: loop(y)
+        )
+    return done
+
+
+def _zero_after(arrays: list[Array]) -> Array:
+    """An int32 0 that is there when these arrays are.
+
+    What does not depend on each other, XLA's CPU backend runs at one time; and of JAX 0.10, it tells one reduce-scatter
+    among the devices of a process from the next by their group alone. Those outside a loop over layers mixed with those
+    inside, now and then, on a busy machine. A barrier does not help: that backend drops it before it orders a program.
+    """
+    number = sum(x.reshape(-1)[0].astype(jnp.float32) for x in arrays)
+    bits = jax.lax.bitcast_convert_type(number, jnp.int32)
+    # Of the sign bit alone, nothing is left: a zero of any number, which the compiler does not see through.
+    return jax.lax.shift_right_logical(jax.lax.shift_right_logical(bits, 31), 1)
+
+
+def _over_micro_batches(
+    differentiate: Callable[..., Any], variables: Any, batch: Batch, count: int
+) -> tuple[Sums, Any]:
+    """Sums of losses and float32 gradients over the micro-batches, which run one after another."""
+
+    def micro_step(carry: Any, micro_batch: Batch) -> tuple[Any, None]:
+        gradients, sums = differentiate(variables, micro_batch)
+        # A barrier: the TPU's compiler tries to move sums over devices out of this loop, and fails where they are
+        # converted on the way (XLA of JAX 0.10, in while_loop_all_reduce_code_motion).
+        gradients = jax.lax.optimization_barrier(gradients)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (sums, gradients)), None
+
+    # Interleaved, row i of each group of `count` rows: a device keeps the rows it has.
+    micro_batches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
+    zero = jnp.zeros((), jnp.float32)
+    start = (
+        {"nll": zero, "tokens": zero, "balance": zero},
+        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), variables),
+    )
+    return jax.lax.scan(micro_step, start, micro_batches)[0]
+
+
+def _summed(sums: Sums, layout: Layout) -> Sums:
+    """Over the rows of all devices. Devices along `tensor` have the same ones, but each its part of the balance."""
+    sizes = layout.sizes
+
+    def total(name: str, x: Array) -> Array:
+        over = tuple(axis for axis in (*BATCH_AXES, *(["tensor"] if name == "balance" else [])) if sizes[axis] > 1)
+        return jax.lax.psum(x, over) if over else x
+
+    return {name: total(name, x) for name, x in sums.items()}
+
+
+def _reduced(gradients: Any, layout: Layout) -> Any:
+    """The sum over all devices of gradients that are not summed yet."""
+    sizes = layout.sizes
+    if sizes["data"] > 1 and layout.stage == 1:
+        gradients = _layer_by_layer(scatter, layout.moments, gradients)
+
+    def reduce(placement: Placement, gradient: Array) -> Array:
+        axes = ["replica"] if sizes["replica"] > 1 else []
+        if sizes["data"] > 1 and layout.stage == 0:
+            axes.append("data")
+        # A weight that is whole along `tensor` met other tokens or heads on each device.
+        if sizes["tensor"] > 1 and not any("tensor" in split for split in placement.axes):
+            axes.append("tensor")
+        return jax.lax.psum(gradient, tuple(axes)) if axes else gradient
+
+    return jax.tree.map(reduce, layout.moments, gradients)

@@ -1,0 +1,127 @@
+"""Where the train state and the gradients of a run lie: ZeRO stage, tensor parallelism, host memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllm.config import Architecture, Config, validate
+from jaxllm.model.adapter_specs import frozen_specs, trained_specs
+from jaxllm.model.specs import ParamSpec, is_spec
+from jaxllm.parallel import mesh as mesh_lib
+from jaxllm.parallel.mesh import Kind, Placement
+from jaxllm.step.optimizers import map_state
+from jaxllm.step.precision import Policy
+from jaxllm.step.state import TrainState
+
+HOST = "pinned_host"
+_KINDS: tuple[Kind, ...] = ("weights", "moments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Attributes:
+    mesh: of the run.
+    stage: of ZeRO.
+    specs, weights, moments: trees like what is trained; the last two of `Placement`s. Summed gradients lie like
+      moments: stage 1 holds them whole through the backward pass and scatters their sum.
+    shares: the placements of arrays that are split over `data`, whatever the stage.
+    frozen: placements of the weights that are not trained, whole but under stage 3; None where all are.
+    host_moments, host_weights: kept in host memory between updates.
+    """
+
+    mesh: Mesh
+    stage: int
+    specs: Any
+    weights: Any
+    moments: Any
+    shares: Any
+    frozen: Any
+    host_moments: bool
+    host_weights: bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    def constrain(self, tree: Any, placements: Any) -> Any:
+        """The arrays of a tree, laid out so."""
+        if self.mesh.size == 1:
+            return tree
+
+        def one(placement: Placement, x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, mesh_lib.place(self.mesh, placement))
+
+        return jax.tree.map(one, placements, tree)
+
+    def state_shardings(self, state: TrainState, on_device: bool = False) -> TrainState:
+        """A sharding for every array of a state.
+
+        Args:
+          on_device: where the arrays are during an update, be they kept in host memory or not.
+        """
+
+        def memory(host: bool) -> str | None:
+            return ("device" if on_device else HOST) if host else None
+
+        def moment(leaf: Any, _: str, spec: ParamSpec | None) -> Any:
+            if spec is None or leaf.ndim == 0:
+                return whole
+            placement = by_spec[id(spec)]
+            if leaf.shape != placement.shape:  # a factored moment, or the placeholder of one: whole on every device
+                placement = Placement(leaf.shape, ((),) * leaf.ndim, None)
+            return mesh_lib.place(self.mesh, placement, memory(self.host_moments))
+
+        specs = jax.tree.leaves(self.specs, is_leaf=is_spec)
+        placements = jax.tree.leaves(self.moments)
+        by_spec = {id(spec): placement for spec, placement in zip(specs, placements, strict=True)}
+        whole: Any = mesh_lib.replicated(self.mesh)
+        return TrainState(
+            step=whole,
+            params=jax.tree.map(
+                lambda placement: mesh_lib.place(self.mesh, placement, memory(self.host_weights)),
+                self.weights,
+            ),
+            opt_state=map_state(moment, state.opt_state, self.specs),
+            key=whole,
+            loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
+            frozen=jax.tree.map(lambda placement: mesh_lib.place(self.mesh, placement), self.frozen),
+        )
+
+    def params_on_device(self, state: TrainState) -> Any:
+        """The stored weights, brought from host memory where they are kept there."""
+        if not self.host_weights:
+            return state.params
+        return jax.device_put(state.params, self.state_shardings(state, on_device=True).params)
+
+
+def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh) -> Layout:
+    """The layout that a configuration asks for.
+
+    Raises:
+      UserError: it cannot be had; names the tensor, the axis and the sizes.
+    """
+    offload, specs, base = config.optimizer.offload, trained_specs(model, config.lora), frozen_specs(model, config.lora)
+    placed = {kind: mesh_lib.placements(specs, config.mesh, kind, policy.mixed) for kind in _KINDS}
+    paths = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    arrays = (
+        (mesh_lib.path_name(path), spec.shape, placement.shape)
+        for (path, spec), placement in zip(paths, jax.tree.leaves(placed["moments"]), strict=True)
+    )
+    validate.check_update(config.optimizer, policy.name, policy.mixed, arrays)
+    frozen = None
+    if base is not None:  # nothing of theirs is scattered: stages 1 and 2 are no stages to them
+        whole = dataclasses.replace(config.mesh, zero=3 if config.mesh.zero == 3 else 0)
+        frozen = mesh_lib.placements(base, whole, "weights", mixed=False)
+    return Layout(
+        mesh=mesh,
+        stage=config.mesh.zero,
+        specs=specs,
+        weights=placed["weights"],
+        moments=placed["moments"],
+        shares=mesh_lib.placements(specs, dataclasses.replace(config.mesh, zero=3), "weights", policy.mixed),
+        frozen=frozen,
+        host_moments=offload != "none",
+        host_weights=offload == "all",
+    )

@@ -1,0 +1,45 @@
+"""One training step, as a pure function. `jaxllm.programs` jits it.
+
+The gradients are taken inside `shard_map` (`jaxllm.step.gradients`), with every collective written down; the update
+(`jaxllm.step.update`) is arithmetic on whole arrays, which the partitioner runs where their shares lie.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxllm.step import update
+from jaxllm.step.gradients import Batch, accumulate
+from jaxllm.step.optimizers import clip_by_global_norm
+from jaxllm.step.placement import Layout
+from jaxllm.step.precision import adjust, loss_factor
+from jaxllm.step.spec import Recipe
+from jaxllm.step.state import TrainState
+
+
+def train_step(state: TrainState, batch: Batch, recipe: Recipe, layout: Layout) -> tuple[TrainState, dict[str, Array]]:
+    """One update. Returns the new state and float32 scalars: loss (nats a token), grad_norm, lr, tokens, balance.
+
+    With a loss scale also loss_scale, and skipped: 1 where gradients overflowed, which leaves parameters, moments and
+    the count of updates as they were.
+    """
+    scale = state.loss_scale
+    factor = loss_factor(scale, batch["tokens"].size)
+    total, gradients = accumulate(layout.params_on_device(state), batch, recipe, layout, factor, state.frozen)
+    # Mean over the step's tokens; a step without tokens changes nothing.
+    tokens = jnp.maximum(total["tokens"], 1.0)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (tokens * factor), gradients)
+    gradients, grad_norm = clip_by_global_norm(gradients, recipe.clip_norm)
+
+    lr = recipe.schedule(state.step)
+    metrics = {"loss": total["nll"] / tokens, "grad_norm": grad_norm, "lr": lr, "tokens": total["tokens"]}
+    if recipe.model.experts:
+        metrics["balance"] = total["balance"] / tokens
+    finite, step = None, state.step + 1
+    if scale is not None:
+        finite = jnp.isfinite(grad_norm)
+        step = jnp.where(finite, step, state.step)
+        metrics |= {"skipped": 1.0 - finite.astype(jnp.float32), "loss_scale": scale.scale}
+        scale = adjust(scale, finite, recipe.scale_growth)
+    params, opt_state = update.apply(state, gradients, lr, finite, recipe, layout)
+    return TrainState(step, params, opt_state, state.key, scale, state.frozen), metrics
