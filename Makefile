@@ -1,8 +1,5 @@
-# Two commands to begin with: make quickstart, make test. The tests marked slow, which try what others do not, are
-# make test-slow. With make test-aot, programs are compiled for accelerators that are not there, in an environment of
-# its own (some gigabytes): their compilers look for them whenever JAX starts. With make test-parity, our models are
-# held against PyTorch's and llama.cpp's, in an environment of its own as well.
-# Another interpreter: make test PYTHON=python3.13 (each has an environment of its own).
+# Two commands to begin with: make quickstart, make test. CONTRIBUTING.md lists the others and how long each takes.
+# Another interpreter: make test PYTHON=python3.13 (each has its own environment).
 
 PYTHON ?= python3
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
@@ -17,7 +14,10 @@ CHAT_ARGS ?= --temperature 0.2 --top_p 0.9
 PARITY ?= .venv-parity
 PYTEST_ARGS ?=
 
-.PHONY: quickstart chat test test-slow test-aot test-parity lint format clean
+# The tests that depend on the version of JAX; the others run once, on one Python.
+NEWER_TESTS := $(addprefix tests/,checkpoints decode engine kernels ledger model parallel properties step train)
+
+.PHONY: quickstart chat test test-slow test-newer test-aot test-parity lint format clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/python -m jaxllm.train --config configs/quickstart.py --workdir $(QUICKSTART_DIR) \
@@ -26,7 +26,7 @@ quickstart: $(INSTALLED)
 	@echo
 	@echo "Next: $(BIN)/python -m jaxllm.sample --model $(QUICKSTART_DIR) --prompt 'class '"
 
-# A small model that a package carries (SmolLM2-135M-Instruct, 98 MB, Apache-2.0).
+# SmolLM2-135M-Instruct (98 MB, Apache-2.0), from a Python package.
 chat: $(INSTALLED) $(CHAT_MODEL)
 	$(BIN)/python -m jaxllm.sample --model $(CHAT_MODEL) --chat $(CHAT_ARGS)
 
@@ -39,9 +39,15 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(PYTEST_ARGS)
 
+test-newer:
+	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-newer PYTEST_ARGS="$(NEWER_TESTS) $(PYTEST_ARGS)"
+
+# Compiles programs for GPUs and TPUs that are not attached. It has its own environment of several gigabytes, because their
+# plugins look for devices whenever JAX starts.
 test-aot: $(AOT)/.installed
 	JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest -n auto --dist loadfile tests/aot $(PYTEST_ARGS)
 
+# Compares models and files with PyTorch (transformers) and llama.cpp.
 test-parity: $(PARITY)/.installed
 	JAX_PLATFORMS=cpu $(PARITY)/bin/python -m pytest -n auto --dist loadscope tests/parity $(PYTEST_ARGS)
 

@@ -5,6 +5,7 @@ prints one JSON object: bytes of the result and of its largest array, numbers of
 much the process's own memory (Linux's RssAnon: pages of mapped files are not in it) grew at most.
 """
 
+import ctypes
 import gc
 import json
 import pathlib
@@ -99,6 +100,9 @@ def main(model: str, dtype: str, way: str, fault: str = "") -> None:
         jax.block_until_ready(work())
         gc.collect()
     jax.block_until_ready(jax.device_put(np.zeros(64, np.float32), jax.devices()[-1]))
+    # Freed pages of the heap go back to the system first: allocations that reuse them would not be seen.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with Peak() as peak:
         result = jax.block_until_ready(work())
     leaves = jax.tree.leaves(result)

@@ -15,7 +15,8 @@ from jaxllm.plan.render import WIDTH
 DRIVER = """
 import contextlib, io, json, sys
 from absl.testing import flagsaver
-from jaxllm import commandline, plan
+from jaxllm import commandline
+from jaxllm.plan import __main__ as plan
 commandline.define_config()
 results = []
 for argv in json.load(sys.stdin):
@@ -31,7 +32,7 @@ print(json.dumps(results))
 """
 TRAIN = ["--model=gpt2", "--task=train", "--device=l4", "--count=2", "--batch_size=8", "--confirm=0"]
 FILE = ["--config=configs/gpt2_124m.py", "--task=train", "--device=h100", "--confirm=0"]
-BARE = str(runs.ROOT / "tests" / "planning" / "bare.py")
+BARE = str(runs.ROOT / "tests" / "plan" / "bare.py")
 WEIGHTS = "WEIGHTS"  # in an argument: a folder with a model
 TYPED = [
     *(f"--config={BARE}", "--device=h100", "--confirm=0"),
@@ -110,7 +111,7 @@ def test_json_is_one_object_and_its_overrides_are_the_best(results):
 def test_the_overrides_make_that_bill(results):
     """jaxllm.ledger, of a file that says nothing, with the overrides as they are printed."""
     best = json.loads(results["train json"][1])["best"]
-    bare = runs.ROOT / "tests" / "planning" / "bare.py"
+    bare = runs.ROOT / "tests" / "plan" / "bare.py"
     child = runs.command("jaxllm.ledger", f"--config={bare}", "--device=l4", "--json", *best["overrides"])
     assert child.returncode == 0, child.stderr
     assert json.loads(child.stdout)["peak_bytes_per_device"] == best["ledger"]["peak_bytes_per_device"]
@@ -162,7 +163,7 @@ def test_the_best_way_to_sample_is_a_command_that_makes_that_bill(results):
     assert status == 0
     words = shlex.split(out[out.index("python -m jaxllm.ledger") :].replace("\\\n", " "))
     assert [word for word in words if word.startswith("--weights=int")]
-    words[words.index("FILE.py")] = str(runs.ROOT / "tests" / "planning" / "bare.py")
+    words[words.index("FILE.py")] = str(runs.ROOT / "tests" / "plan" / "bare.py")
     child = runs.command(*words[2:], "--json")
     assert child.returncode == 0, child.stderr
     best = json.loads(results["infer"][1])["best"]["ledger"]

@@ -87,13 +87,19 @@ def imports(tree: ast.Module) -> Iterator[str]:
 def lighter(source: str) -> ast.Module:
     """A source without docstrings, annotations, and the imports that only these needed."""
     tree = _Lighter().visit(ast.parse(source))
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | _exported(tree)
     for node in list(tree.body):
         if isinstance(node, ast.Import | ast.ImportFrom):
             node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
             if not node.names:
                 tree.body.remove(node)
     return ast.fix_missing_locations(tree)
+
+
+def _exported(tree: ast.Module) -> set[str]:
+    """Names in a module's `__all__`: those that a package hands on from its modules."""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    return {name for node in assigned for name in ast.literal_eval(node.value)}
 
 
 class _Lighter(ast.NodeTransformer):
