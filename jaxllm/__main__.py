@@ -48,7 +48,7 @@ def devices() -> Table:
             (device.bandwidth, _GB, "{:,.0f}"),
             (device.peak_flops.get("bfloat16"), _TERA, "{:,.0f}"),
         )
-        table.add_row(key, device.name, *(form.format(x / unit) if x else "unknown" for x, unit, form in figures))
+        table.add_row(key, device.name, *(form.format(x / unit) if x else "–" for x, unit, form in figures))
     return table
 
 
@@ -65,7 +65,9 @@ def main() -> None:
     else:
         known = (*_COMMANDS, "models", "devices")
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        wrong = f"jaxllm {name} takes no arguments" if name in known else f"unknown command {name!r}; did you mean {near}?"
+        wrong = (
+            f"jaxllm {name} takes no arguments" if name in known else f"unknown command {name!r}; did you mean {near}?"
+        )
         print(f"error: {wrong} (jaxllm --help lists the commands)", file=sys.stderr)
         sys.exit(2)
 

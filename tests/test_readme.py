@@ -1,4 +1,4 @@
-"""The README and docs: the tree is the disk's, links resolve, and every command names modules, flags and fields that exist."""
+"""The README and docs: the tree is the disk's, links resolve, and commands name what exists."""
 
 import pathlib
 import re

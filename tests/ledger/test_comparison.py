@@ -115,6 +115,10 @@ def test_tables_fit_the_terminal_and_cut_nothing(width):
     for row in train.rows:
         if row.phase in (PERSISTENT, train.peak_phase):
             assert format_bytes(row.bytes_per_device) in text, row
+    lines = shown(width, terminal.show_bill, train, asked.device).splitlines()
+    for row in train.rows:
+        if row.phase in (PERSISTENT, train.peak_phase) and len(row.formula.rpartition(" = ")[0]) < 26:
+            assert any(row.name in line and format_bytes(row.bytes_per_device) in line for line in lines), row
     assert "Largest first: " in text
 
 

@@ -1,4 +1,4 @@
-"""The ledger for people: tables that fit 100 columns. An unknown figure has a footnote that says why."""
+"""The ledger on a terminal: tables of at most 100 columns. An unknown figure has a footnote that says why."""
 
 from rich import box
 from rich.console import Console
@@ -12,6 +12,7 @@ from jaxllm.ledger.report.sentences import Footnotes, largest_first, told_parame
 from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown, format_bytes, format_si
 
 WIDTH = 100
+_BYTES_WIDTH, _PERCENT_WIDTH, _GAP = len("1,023.99 MiB"), len("100"), 2
 
 
 def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
@@ -19,14 +20,17 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     notes = Footnotes()
     title = f"ledger: {ledger.task} {ledger.model}, {told_parameters(ledger)}, {ledger.count} × {device.name}"
     table = _table(title)
-    table.add_column("memory of one device", overflow="fold", max_width=34)
-    table.add_column("how", overflow="fold")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("of peak", justify="right", no_wrap=True)
+    width = min(WIDTH, console.width)
+    # Names and figures stay on one line. At 80 columns only arithmetic of more than some 27 characters goes on below.
+    names = max(len(row.name) for row in ledger.rows)
+    table.add_column("memory of one device", no_wrap=True, min_width=names)
+    table.add_column("how", overflow="fold", max_width=width - names - _BYTES_WIDTH - _PERCENT_WIDTH - 3 * _GAP)
+    table.add_column("bytes", justify="right", no_wrap=True, min_width=_BYTES_WIDTH)
+    table.add_column("%", justify="right", no_wrap=True, min_width=_PERCENT_WIDTH)
     peak = ledger.peak_phase
 
     def share(size: int, phase: str) -> str:
-        return "" if phase == HOST or not ledger.peak_bytes else f"{size / ledger.peak_bytes:.1%}"
+        return "" if phase == HOST or not ledger.peak_bytes else f"{100 * size / ledger.peak_bytes:.0f}"
 
     def add(phase: str) -> None:
         for row in ledger.rows:
@@ -42,7 +46,7 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     table.add_row("peak", "", format_bytes(ledger.peak_bytes), "", style="bold", end_section=True)
     if ledger.host_bytes:
         add(HOST)
-    console.print(table, width=min(WIDTH, console.width))
+    console.print(table, width=width)
     _say(console, largest_first(ledger))
     others = [phase for phase in PHASES if phase not in (PERSISTENT, peak, HOST) and ledger.phase_bytes(phase)]
     if others:
@@ -162,7 +166,9 @@ def _products(inspection: Inspection, notes: Footnotes) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.padding = (0, 1, 0, 0)
+    return table
 
 
 def _say(console: Console, text: str) -> None:

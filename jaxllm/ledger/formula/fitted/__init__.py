@@ -1,1 +1,1 @@
-"""What XLA allocates beyond the exact arrays, fitted to compiled programs."""
+"""Rules for memory that XLA allocates beyond the exact arrays, fitted to compiled programs."""

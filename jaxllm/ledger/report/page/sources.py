@@ -98,7 +98,9 @@ def lighter(source: str) -> ast.Module:
 
 def _exported(tree: ast.Module) -> set[str]:
     """Names in a module's `__all__`: those that a package hands on from its modules."""
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    assigned = [
+        node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
     return {name for node in assigned for name in ast.literal_eval(node.value)}
 
 

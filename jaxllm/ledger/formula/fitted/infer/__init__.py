@@ -1,1 +1,1 @@
-"""Temporaries of prefill and decode, by platform."""
+"""Memory of the temporaries of prefill and decode, by platform."""

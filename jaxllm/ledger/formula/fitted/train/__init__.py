@@ -1,1 +1,1 @@
-"""What XLA makes of a training step beside its state: a row for each array, by platform."""
+"""Memory of a training step beside its state: one row per array, by platform."""

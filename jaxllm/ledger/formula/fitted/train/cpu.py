@@ -1,4 +1,4 @@
-"""What XLA's CPU backend makes of a training step, read from its buffer assignments and stated as rules."""
+"""Memory rules for a training step on XLA's CPU backend, derived from its buffer assignments."""
 
 from collections.abc import Iterator
 
@@ -21,13 +21,13 @@ from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, Row
 
 
 def forward_rows(setting: Setting) -> Iterator[Row]:
-    """The beginning of the step, while stacks wait to be written into."""
+    """Yields rows of the start of the step, where the zeroed gradient stacks are already allocated (Adafactor only)."""
     if setting.config.optimizer.name == "adafactor" and not setting.accumulates:
         yield from with_copies(setting, FORWARD, [*waiting(setting, FORWARD), squares(setting, FORWARD)])
 
 
 def boundary_rows(setting: Setting) -> Iterator[Row]:
-    """The loss: while a chunk's probabilities are made, or while they are multiplied for the head's gradient."""
+    """Yields rows of the loss: computing a chunk's probabilities, or the head-gradient matmul that reads them."""
     model, c, tokens = setting.model, setting.compute, setting.tokens
     chunk = min(setting.config.train.loss_chunk, tokens)
     head = head_numbers(setting)
@@ -36,9 +36,9 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
     parts = [*waiting(setting, BOUNDARY), *_unrolled(setting)]
     if setting.stage == 3:
         parts.append(arrays("gathered head", "gathered parameters", BOUNDARY, [head], FLOAT32))
-    # The target's logit is read after the exponentials are made, except where it is an operation of its own: over
-    # `tensor`, where other devices' numbers come in between, and beyond a size, from which on it is not fused. Masked
-    # logits are a second array all the same.
+    # XLA reads the target's logit after it computes the exponentials, so both arrays are alive. The read is a separate
+    # operation over `tensor`, where values of other devices come in between, and above a size from which it is not
+    # fused. Masked logits are a second array in any case.
     masked = head // model.width * setting.tensor > model.vocab_size
     unfused = 2**29 if setting.stage == 0 and setting.devices > 1 else 2**31
     in_place = setting.tensor > 1 or logits * FLOAT32 >= unfused
@@ -47,8 +47,8 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
     if not trained or (copies - 1) * logits > head:
         parts.append(arrays("logits and their exponentials", "logits and loss", BOUNDARY, [logits] * copies, FLOAT32))
     else:
-        parts.append(arrays("gradient of the head, of a chunk", "gradients", BOUNDARY, [head], FLOAT32))
-        # Before the only chunk's gradient of the head is scattered it is brought into order.
+        parts.append(arrays("gradient of the head, one chunk", "gradients", BOUNDARY, [head], FLOAT32))
+        # With one chunk, the head's gradient is copied to another layout before it is scattered.
         kept = setting.accumulates or (setting.stage == 2 and not setting.mixed)
         if head > logits and setting.stage >= 2 and not chunked and kept:
             parts.append(arrays("gradient of the head, in order", "gradients", BOUNDARY, [head], FLOAT32))
@@ -61,10 +61,10 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _unrolled(setting: Setting) -> Iterator[Held]:
-    """Where no loop over layers is left, what the gradients are made of is made in the forward pass already.
+    """Yields inputs of the gradients that XLA computes in the forward pass when the loop over layers is fully unrolled.
 
-    That is for each layer: its probabilities in the order of the product with values, the gate's derivative, and three
-    hidden states; and the mask, once, of the scores' shape.
+    Per layer: the probabilities in the layout of the matmul with values, the gate's derivative, and three hidden
+    states. Once: the mask, in the shape of the scores.
     """
     model, one = setting.model, block(setting)
     if frugal() or model.unroll < model.repeats or model.repeats < 2:
@@ -82,7 +82,7 @@ def _unrolled(setting: Setting) -> Iterator[Held]:
 
 
 def backward_rows(setting: Setting) -> Iterator[Row]:
-    """The fullest moment of the backward pass: the gradients of a block are being taken."""
+    """Yields rows of the largest live set of the backward pass, while a block's gradients are computed."""
     model, c = setting.model, setting.compute
     parts = list(waiting(setting, BACKWARD))
     parts.append(arrays("gradient of the head", "gradients", BACKWARD, [head_gradient_numbers(setting)], FLOAT32))
@@ -91,7 +91,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         parts.append(arrays("gathered layer", "gathered parameters", BACKWARD, [one_layer(setting)], c))
     if setting.stage >= 2:
         largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail", trained=True))
-        parts.append(arrays("gradients before they are scattered", "gradients", BACKWARD, [largest] * 2, c))
+        parts.append(arrays("gradients before reduce-scatter", "gradients", BACKWARD, [largest] * 2, c))
     if setting.group_size > 1:
         one, count = block(setting), setting.group_size * len(model.pattern)
         size = sum(one.kept(setting.remat.kept).values()) + one.values[BLOCK_INPUT].bytes
@@ -102,7 +102,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         own = [of_one_layer(setting, p) * setting.group_size for p in setting.select("layers", trained=True)]
         parts.append(arrays("gradients of one group", "gradients", BACKWARD, own, c))
     if setting.layout.frozen and setting.stage < 3 and not model.experts:
-        # Of weights with gradients, these have their places.
+        # For trained weights, these copies reuse the buffers of the gradients.
         weights = [one_layer(setting, trained=False)]
         parts.append(arrays("weights of one layer, out of their stacks", "weights", BACKWARD, weights, FLOAT32))
     parts += _block(setting)
@@ -110,9 +110,9 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _block(setting: Setting) -> Iterator[Held]:
-    """Temporaries of one iteration of the loop over layers, by kind of array: the larger of two moments.
+    """Yields temporaries of one backward iteration of the loop over layers, by kind of array.
 
-    Either the gradients of the MLP are taken, or those of attention.
+    They are the larger of two live sets: the gradients of the MLP, or those of attention.
     """
     model, widen = setting.model, held_bytes(setting) // setting.compute
     one = block(setting)
@@ -129,9 +129,9 @@ def _block(setting: Setting) -> Iterator[Held]:
     }
     if "attn_probs" in again:
         counts = {"MLP": 7 if model.gated else 4, "hidden states": 8, "queries": 2, "keys and values": 2}
-        if setting.layout.frozen:  # two factors of gradients of weights
+        if setting.layout.frozen:  # without two factors of weight gradients
             counts["MLP"] -= 2
-        if chunked:  # cut into chunks, and put together again
+        if chunked:  # sliced into chunks, and concatenated again
             counts = {**counts, "hidden states": 9, "queries": 5, "keys and values": 4}
         if model.qk_norm:
             counts["queries"] += 2
@@ -146,10 +146,10 @@ def _block(setting: Setting) -> Iterator[Held]:
         mlp = {**counts, "scores": 0 if chunked else many["MLP"]}
         attention = {**counts, "scores": many["attention"], "MLP": 0}
     else:
-        norms = 4 if model.norm_placement == "sandwich" else 2  # each on one side of its sub-layer, or on both
+        norms = 4 if model.norm_placement == "sandwich" else 2  # on one side of each sub-layer, or on both
         capped = model.attention_softcap > 0
         mlp = {"scores": 3 * pattern + 2 if capped else pattern + 1, "MLP": 3 * pattern + 1}
-        if setting.layout.frozen:  # what only the gradient of the last product reads
+        if setting.layout.frozen:  # without what only the weight gradient of the last matmul reads
             mlp["MLP"] -= pattern * (("down" not in setting.config.lora.targets) + (not model.gated))
         mlp["hidden states"] = pattern * (6 + 3 * norms // 2)
         attention = mlp
@@ -162,8 +162,8 @@ def _block(setting: Setting) -> Iterator[Held]:
     if model.experts:
         if not setting.layout.frozen:
             count = max(of_one_layer(setting, p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
-            yield arrays("gradient of one layer's experts, summed", "gradients", BACKWARD, [count], FLOAT32)
-        # Rows in the order of experts and in that of tokens: values, gradients, and what both are made from.
+            yield arrays("summed expert gradients, a layer", "gradients", BACKWARD, [count], FLOAT32)
+        # Rows in expert order and in token order: values, gradients, and the inputs of both.
         ordered = values["mlp_down"].bytes * widen
         of_tokens = setting.tokens * model.experts_per_token * model.width * held_bytes(setting)
         size = 3 * (ordered + of_tokens)
@@ -171,5 +171,5 @@ def _block(setting: Setting) -> Iterator[Held]:
         yield rows.row("rows of experts in backward", "activations", BACKWARD, formula, size), []
     if "attn_probs" in again and not chunk:
         size = setting.sequences * length * length * FLOAT32
-        kinds = len({kind == "sliding" for kind in model.pattern})  # what is not rotated sees what full layers see
+        kinds = len({kind == "sliding" for kind in model.pattern})  # layers without RoPE use the mask of full layers
         yield rows.row("masks", "activations", BACKWARD, f"{kinds} × {size:,} B", kinds * size), []

@@ -1,10 +1,10 @@
-"""Moments that XLA's CPU backend copies before the step that replaces them, and what lies in their place meanwhile.
+"""Copies of old moments that XLA's CPU backend makes at the start of a step, and reuse of the moments' buffers.
 
-The step's new moment is written into the donated buffer of the old one. Where an update reads the old one after the new
-one is made, XLA copies the old one at the beginning of the program: Lion's first moment (its direction and its new
-moment mix the gradient in different ways), and every moment in bfloat16 (the update of the weights makes the float32
-value again). Until the new one is written, the donated buffer is free, and the buffer assignment puts temporaries into
-it: larger ones first, each into the smallest place that holds it.
+The step writes each new moment into the donated buffer of the old one. If an update reads the old moment after it
+computes the new one, XLA copies the old one at the start of the program. This applies to Lion's first moment (its
+direction and its new moment mix the gradient in different ways) and to every bfloat16 moment (the weight update
+recomputes the float32 value). Until the new moment is written, the donated buffer is free, and the buffer assignment
+puts temporaries into it: larger ones first, each into the smallest buffer that fits it.
 """
 
 import bisect
@@ -17,17 +17,17 @@ from jaxllm.ledger.rows import Row
 
 
 def copied(setting: Setting) -> tuple[int, list[int]]:
-    """(bytes of the copies, sizes of the buffers that are free meanwhile); nothing where none is copied."""
+    """Returns (bytes of the copies, sizes of the buffers that are free meanwhile); (0, []) if no moment is copied."""
     name = setting.config.optimizer.name
     if (name != "lion" and setting.moment == FLOAT32) or setting.config.optimizer.offload != "none":
         return 0, []
     sizes = []
     for slot in SLOTS[name]:
-        # A number or two of a factored state is not worth a place in the list.
+        # The element or two beside a factored state are not worth an entry of their own.
         sizes += [sum(held(slot, parameter, setting)) * setting.moment for parameter in setting.trained]
     total = sum(sizes)
     if len(SLOTS[name]) == 2:
-        # The first array is updated last: its second moment's copy lies where its first moment lay.
+        # The first array is updated last: the copy of its second moment reuses the buffer of its first moment.
         first = sum(held(SLOTS[name][0], setting.trained[0], setting)) * setting.moment
         total -= first
         sizes.remove(first)
@@ -35,7 +35,7 @@ def copied(setting: Setting) -> tuple[int, list[int]]:
 
 
 def rows_of_copies(setting: Setting, phase: str, arrays: Iterable[int]) -> Iterator[Row]:
-    """A row of the copies, less what lies in the places of the moments.
+    """Yields the row of the moment copies, minus the temporaries that reuse the moments' buffers.
 
     Args:
       arrays: bytes of each temporary of the phase.

@@ -1,6 +1,6 @@
-"""What a training step holds on a CPU from the forward pass into the backward pass, and the stacks of its gradients.
+"""Arrays alive on a CPU from the forward pass into the backward pass, gradient stacks included.
 
-XLA's CPU backend makes the zeros that gradients of layers are written into before the forward pass.
+XLA's CPU backend allocates the zeros that layer gradients are written into before the forward pass.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from jaxllm.ledger.formula.fitted.train.cpu_moments import rows_of_copies
 from jaxllm.ledger.formula.fitted.train.parts import between_passes, numbers
 from jaxllm.ledger.rows import BACKWARD, Row
 
-# On a CPU, the XLA of JAX 0.10 holds in float32 what bfloat16 products read, and makes all blocks of a layer pattern
-# again before the first gradient; that of 0.12 converts as it goes, and makes one block at a time. In between nobody
-# looked, so the larger is taken.
+# On a CPU, the XLA of JAX 0.10 stores operands of bfloat16 matmuls in float32, and recomputes all blocks of a layer
+# pattern before the first gradient. That of 0.12 converts on the fly and recomputes one block at a time. Versions in
+# between are not checked, so the larger figure applies to them.
 _FRUGAL_CPU_FROM = (0, 12)
 
 _FLOAT32_TAGS = ("attn_scores", "attn_probs")
-# A row, and the bytes of each array in it that is large enough to be told apart.
+# A row, and the bytes of each of its arrays that is large enough to list separately.
 Held = tuple[Row, list[int]]
 
 
@@ -30,7 +30,7 @@ def frugal() -> bool:
 
 
 def held_bytes(setting: Setting) -> int:
-    """Bytes in which the platform holds a number of the compute dtype that products read."""
+    """Returns the bytes in which the platform stores a compute-dtype element that matmuls read."""
     return setting.compute if frugal() else FLOAT32
 
 
@@ -40,14 +40,14 @@ def with_copies(setting: Setting, phase: str, parts: list[Held]) -> Iterator[Row
 
 
 def arrays(name: str, kind: str, phase: str, counts: list[int], size: int) -> Held:
-    """Arrays of so many numbers each."""
+    """Returns one row for arrays of the given element counts, with `size` bytes per element."""
     return numbers(name, kind, phase, sum(counts), size), [count * size for count in counts]
 
 
 def waiting(setting: Setting, phase: str) -> Iterator[Held]:
-    """What lives from the forward pass into the backward pass, the stacks that gradients are written into included."""
+    """Yields the arrays alive from the forward pass into the backward pass, zeroed gradient stacks included."""
     held, c = held_bytes(setting), setting.compute
-    # Without accumulation nothing needs the embeddings any more once the loss is taken.
+    # Without accumulation nothing reads the embeddings after the loss.
     needed = setting.parameters if setting.accumulates or phase != BACKWARD else setting.select("layers", "tail")
     for row in between_passes(setting, phase, needed, held):
         if row.kind == "gradient accumulator":
@@ -57,12 +57,12 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
         else:
             yield row, []
     if held != c:
-        # What the layers wrote is turned into float32 as wholes before the loss.
+        # The stacked outputs of all layers are converted to float32 before the loss.
         one = block(setting)
         narrow = [size for tag, size in one.kept(setting.remat.kept).items() if tag not in _FLOAT32_TAGS]
         kept = sum(narrow) + one.values[BLOCK_INPUT].bytes
         many = setting.model.layers
-        if setting.group_size > 1:  # those of one group only, once they are made again; the inputs are few
+        if setting.group_size > 1:  # those of one group only, once recomputed; the inputs are few
             many = setting.group_size * len(setting.model.pattern) if phase == BACKWARD else 0
         more = kept * many * (held - c) // c
         formula = f"{more:,} B, of {many} layers"
@@ -71,8 +71,8 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
         if setting.layout.frozen:
             pass
         elif setting.accumulates or (chunked and phase != BACKWARD):
-            yield arrays("embeddings, in the compute dtype", "weights", phase, [head_numbers(setting)], c)
-    if setting.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, by any version
+            yield arrays("embeddings in compute dtype", "weights", phase, [head_numbers(setting)], c)
+    if setting.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, in every version
         own = [setting.per_device(p.weight) for p in setting.select("layers") if not p.trained]
         yield arrays("frozen weights in float32", "workspace", phase, own, FLOAT32)
     layers = setting.select("layers", "tail", trained=True)
@@ -94,12 +94,12 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
         yield arrays("gradient of the positions", "gradients", phase, positions, c)
 
 
-# Kept tags -> how many stacks of theirs are copies of zeros that are there already: all but the first of a shape.
+# Kept tags with stacks that are copies of existing zeros: all but the first of each shape; see `_late_activations`.
 _STACKS_ALIKE = ("attn_qkv", "attn_context", "attn_out", "resid_mid", "mlp_gate", "mlp_hidden")
 
 
 def _late_activations(setting: Setting, tag: str) -> list[int]:
-    """Stacks of a kept tag that are made of a copy of another one's zeros; see `_stacks`."""
+    """Returns the bytes of each stack of a kept tag that starts as a copy of another stack's zeros; see `_stacks`."""
     model, kept = setting.model, setting.remat.kept
     values = block(setting).values
     layers = model.layers
@@ -114,15 +114,15 @@ def _late_activations(setting: Setting, tag: str) -> list[int]:
 
 
 def _gradient(setting: Setting, parameter: Parameter) -> int:
-    """Numbers of an array's gradient on one device, where it is accumulated."""
+    """Returns the elements of an array's accumulated gradient on one device."""
     return setting.computing(parameter) if setting.stage < 2 else setting.per_device(parameter.share)
 
 
 def _stacks(setting: Setting, name: str, phase: str, counts: list[int], size: int) -> Held:
-    """Zeros that gradients of layers are written into.
+    """Returns the row of the zeros that layer gradients are written into, and the sizes that may reuse moment buffers.
 
-    On several devices the first of each shape is there before old moments are copied, and the others are copies of
-    it, made later: only they may lie where the moments lay.
+    On several devices the first stack of each shape is allocated before old moments are copied. The others are copies
+    of it, made later: only they may reuse the buffers of the moments.
     """
     row, sizes = arrays(name, "gradients", phase, counts, size)
     if setting.devices == 1:
@@ -137,9 +137,9 @@ def _stacks(setting: Setting, name: str, phase: str, counts: list[int], size: in
 
 
 def squares(setting: Setting, phase: str) -> Held:
-    """Adafactor squares all weights for their norms, before anything else.
+    """Returns the squares of all weights, which Adafactor computes for their norms before anything else.
 
-    The squares are summed up at once; on one device that takes micro-batches, after them all.
+    The squares are summed at once, but on one device with several micro-batches only after all of them.
     """
     counts = [setting.per_device(p.moment) for p in setting.trained]
     return arrays("weights, squared", "optimizer", phase, counts, FLOAT32)

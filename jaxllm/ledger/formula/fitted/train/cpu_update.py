@@ -1,4 +1,4 @@
-"""What XLA's CPU backend makes of the optimizer's step."""
+"""Memory rules for the optimizer's update on XLA's CPU backend."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from jaxllm.ledger.rows import UPDATE, Row
 
 
 def update_rows(setting: Setting) -> Iterator[Row]:
-    """The optimizer's step: its beginning, or Muon's Newton–Schulz steps where they take more."""
+    """Yields rows of the optimizer's update: its start, or Muon's Newton–Schulz steps if they need more."""
     parts = _beginning(setting)
     if setting.config.optimizer.name == "muon":
         parts = max(parts, _orthogonalized(setting), key=lambda parts: sum(row.bytes_per_device for row, _ in parts))
@@ -20,12 +20,15 @@ def update_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _summed_over_devices(setting: Setting) -> bool:
-    """Whether the update begins with a sum of gradients over devices, whose results are arrays of their own."""
+    """Returns True if the update starts with an all-reduce of gradients, whose results are separate arrays."""
     return setting.mesh["replica"] > 1 or (setting.stage == 0 and setting.mesh["data"] > 1)
 
 
 def _beginning(setting: Setting) -> list[Held]:
-    """Gradients are summed over devices, all in one operation; the lookup's is added to the head's."""
+    """Returns the arrays alive at the start of the update.
+
+    One operation all-reduces all gradients; the lookup's gradient is added to the head's.
+    """
     shares = [setting.per_device(parameter.moment) for parameter in setting.trained]
     parts = [arrays("gradients", "gradients", UPDATE, shares, FLOAT32)]
     if _summed_over_devices(setting):
@@ -34,22 +37,22 @@ def _beginning(setting: Setting) -> list[Held]:
         table = setting.per_device(head_table(setting).moment)
         parts.append(arrays("gradient of the lookup", "gradients", UPDATE, [table], FLOAT32))
         if setting.stage == 0 and not setting.accumulates:
-            # It lies above the head's gradient, and that above what waits for the backward pass: which leaves a hole.
+            # It is placed above the head's gradient, and that above the saved activations, whose buffer leaves a hole.
             kept = (row for row in between_passes(setting, UPDATE, (), 0) if row.kind == "activations")
             parts += [(row, []) for row in kept]
     if setting.config.optimizer.name == "adafactor":
-        # Arrays of the direction that are made at a time.
+        # Direction arrays alive at a time.
         made = 2 if setting.devices == 1 else 1
         parts.append(arrays("directions", "optimizer", UPDATE, [max(shares)] * made, FLOAT32))
     return parts
 
 
 def _orthogonalized(setting: Setting) -> list[Held]:
-    """Muon's Newton–Schulz steps, which run for all matrices side by side.
+    """Returns the arrays alive in Muon's Newton–Schulz steps, which run for all matrices concurrently.
 
-    Each matrix is there as it was and divided by its norm. On one device there are also those of attention in the
-    order of products, and Gram matrices with their squares, or half of them with the largest product. Over devices
-    the directions are put together.
+    Each matrix is alive unscaled and divided by its norm. Without ZeRO and `tensor`, attention matrices in matmul layout
+    are added, and either Gram matrices with their squares, or half of them with the largest matmul output. With ZeRO
+    the directions are all-gathered.
     """
     matrices = [p for p in setting.trained if p.spec.role == "matrix"]
     shares = [setting.per_device(p.moment) for p in matrices]

@@ -111,7 +111,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         yield numbers("gathered layer", "gathered parameters", BACKWARD, one_layer(setting), c)
     if setting.stage >= 2:
         largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail", trained=True))
-        yield numbers("gradients before they are scattered", "gradients", BACKWARD, 2 * largest, c)
+        yield numbers("gradients before reduce-scatter", "gradients", BACKWARD, 2 * largest, c)
     if setting.group_size > 1:
         yield from _group_rows(setting)
     fuller = max(_moments(setting), key=lambda moment: sum(size * count for _, size, count in moment))
@@ -120,7 +120,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
     if model.experts and not setting.layout.frozen:
         largest = max(of_one_layer(setting, p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
         count = (3 if model.gated else 2) * largest
-        yield numbers("gradients of one layer's experts, summed", "gradients", BACKWARD, count, FLOAT32)
+        yield numbers("summed expert gradients, a layer", "gradients", BACKWARD, count, FLOAT32)
 
 
 def _group_rows(setting: Setting) -> Iterator[Row]:

@@ -1,7 +1,7 @@
-"""Arrays that a training step holds beside the state on every platform, and the pieces that platforms share: exact.
+"""Exact arrays of a training step beside the state, on every platform, and helpers that the platforms have in common.
 
-Batch, copies that compute, accumulators, gradients, and what waits for the backward pass. What XLA makes of the rest is
-in `workspaces_gpu`, `workspaces_tpu` and `workspaces_cpu`.
+The arrays are the batch, compute copies of weights, accumulators, gradients and saved activations. The rules for other
+XLA temporaries are in `gpu`, `tpu` and `cpu` of this package.
 """
 
 import math
@@ -21,9 +21,10 @@ BATCH_BYTES_PER_TOKEN = 5 * 4
 
 
 def from_host(setting: Setting, phase: str) -> Iterator[Row]:
-    """State of the largest array where it is kept in host memory: brought to the device while the gradients are made.
+    """Yields the row of the largest array's optimizer state when that state is offloaded to host memory.
 
-    Updates go array by array (ZeRO-Offload, Ren et al. 2021), so that no more than a few are there at a time.
+    The state is copied to the device while the gradients are computed. Updates go array by array (ZeRO-Offload, Ren et
+    al. 2021), so only a few arrays' states are on the device at a time.
     """
     optimizer = setting.config.optimizer
     if optimizer.offload == "none":
@@ -39,24 +40,24 @@ def batch(setting: Setting, phase: str) -> Row:
 
 
 def gradient_numbers(setting: Setting, parameters: Iterable[Parameter]) -> Count:
-    """Numbers of their gradients on one device while they are taken: whole, or shares from stage 2 on."""
+    """Returns the gradient elements per device while gradients are computed: sharded from ZeRO stage 2 on."""
     return setting.count("share" if setting.stage >= 2 else "computing", parameters)
 
 
 def between_passes(setting: Setting, phase: str, copies: Iterable[Parameter], copy_bytes: int) -> Iterator[Row]:
-    """What lives from the forward pass to the end of the backward pass.
+    """Yields rows of the arrays alive from the forward pass to the end of the backward pass.
 
     Args:
-      copies: arrays whose copies in the compute dtype are there; frozen ones have none, as they are stored in it.
-      copy_bytes: in which the platform holds a number of them.
+      copies: parameters whose compute-dtype copies are alive. Frozen ones have none: they are stored in that dtype.
+      copy_bytes: bytes per element of these copies on the platform.
     """
     yield batch(setting, phase)
     if setting.mixed:
         shares = setting.stage == 3
         count = setting.count("weight" if shares else "computing", [p for p in copies if p.trained])
-        name = "compute copy of weights, shares" if shares else "compute copy of weights"
+        name = "compute copy of weights, shard" if shares else "compute copy of weights"
         yield numbers(name, "weights", phase, count, copy_bytes)
-    elif setting.layout.frozen:  # every B times alpha / rank
+    elif setting.layout.frozen:  # every B is multiplied by alpha / rank
         count = gradient_numbers(setting, [p for p in setting.trained if p.name.endswith(".b")])
         yield numbers("adapters, scaled", "weights", phase, count, setting.compute)
     if setting.accumulates:
@@ -66,7 +67,7 @@ def between_passes(setting: Setting, phase: str, copies: Iterable[Parameter], co
 
 
 def one_layer(setting: Setting, trained: bool = True) -> int:
-    """Numbers of the weights of one layer, as they compute; without those that are trained where that is False."""
+    """Returns the weight elements of one layer in the compute layout; of frozen weights only if `trained` is False."""
     arrays = setting.select("layers") or setting.select("tail")
     arrays = [p for p in arrays if trained or not p.trained]
     layers = len(setting.model.pattern if setting.model.repeats else setting.model.tail)
@@ -74,12 +75,12 @@ def one_layer(setting: Setting, trained: bool = True) -> int:
 
 
 def of_one_layer(setting: Setting, parameter: Parameter) -> int:
-    """Numbers of an array, or of one layer of its stack, while it computes."""
+    """Returns the elements of an array, or of one layer of a stacked array, in the compute layout."""
     return setting.computing(parameter) // (setting.model.repeats if parameter.group == "layers" else 1)
 
 
 def gram_numbers(spec: ParamSpec) -> int:
-    """Muon's Newton–Schulz steps square each matrix of an array over its shorter side."""
+    """Returns the elements of the Gram matrices that Muon's Newton–Schulz steps form, over the shorter sides."""
     inputs = math.prod(spec.shape[i] for i in spec.fan_in)
     counted = [i for i, axis in enumerate(spec.axes) if axis in ("layers", "experts") and i < min(spec.fan_in)]
     matrices = math.prod(spec.shape[i] for i in counted)

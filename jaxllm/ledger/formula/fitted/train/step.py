@@ -1,4 +1,4 @@
-"""What a training step holds beside the state: a row for each array, in each phase that it lives in, by platform."""
+"""Memory of a training step beside the state, by platform: one row per array and phase in which it is alive."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ _PLATFORMS = {"cpu": cpu, "gpu": gpu, "tpu": tpu}
 
 
 def step_rows(setting: Setting) -> Iterator[Row]:
-    """Of all phases but the persistent one."""
+    """Yields the rows of all training phases except the persistent one."""
     of = _PLATFORMS[setting.platform]
     for phase in (of.forward_rows, of.boundary_rows, of.backward_rows, of.update_rows):
         yield from phase(setting)

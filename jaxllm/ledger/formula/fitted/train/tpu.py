@@ -48,7 +48,7 @@ def _kept(setting: Setting, phase: str, copies: list[Parameter]) -> Iterator[Row
         yield rows.row("padding of tiles of shares", tpu_tiles.PADDING, phase, f"{size:,} B", size)
     if setting.policy == "fp32" and setting.stage < 3:
         count = sum(setting.computing(p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
-        yield numbers("weights as products read them", "weights", phase, count, _BFLOAT16)
+        yield numbers("weights as matmuls read them", "weights", phase, count, _BFLOAT16)
 
 
 def _computing_copies(setting: Setting) -> list[Parameter]:
@@ -116,7 +116,7 @@ def _loss(setting: Setting) -> Iterator[Row]:
         yield from _narrow_table(setting, FORWARD)
         if not in_vector_memory(size):
             yield numbers("gradient of the logits", "logits and loss", FORWARD, size // FLOAT32, c)
-    yield numbers("hidden states as products read them", "logits and loss", FORWARD, tokens * model.width, _BFLOAT16)
+    yield numbers("hidden states as matmuls read", "logits and loss", FORWARD, tokens * model.width, _BFLOAT16)
     yield numbers("gradient of the hidden states", "gradients", FORWARD, tokens * model.width, c)
     if not _one_chunk(setting) and not setting.layout.frozen:
         yield numbers("gradient of the head, summed", "gradients", FORWARD, head, FLOAT32)
@@ -176,7 +176,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         yield rows.row(name, "activations", BACKWARD, f"{each} × {size:,} B", each * size)
     if model.experts and not setting.layout.frozen:
         count = max(of_one_layer(setting, p) for p in setting.select("layers", "tail") if p.spec.role == "matrix")
-        yield numbers("gradient of one layer's experts, summed", "gradients", BACKWARD, count, FLOAT32)
+        yield numbers("summed expert gradients, a layer", "gradients", BACKWARD, count, FLOAT32)
 
 
 def _group_rows(setting: Setting) -> Iterator[Row]:
