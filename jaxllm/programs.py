@@ -1,7 +1,7 @@
-"""The programs of this system: what is jitted, over which inputs, with which buffers donated.
+"""Jitted programs of the system, each with its input shapes, shardings and donated buffers.
 
-The only home of `jax.jit`. The trainer and the decoder run these objects; the ledger compiles the same
-ones. What is checked is what runs.
+All calls of `jax.jit` are in this module. The trainer and the decoder run these programs and the ledger compiles the
+same ones, so what is checked is what runs.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from jaxllm.step.train_step import train_step as train_step_function
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function with the abstract values of all its arguments.
+    """A jitted function with the shapes and dtypes of all its arguments.
 
     Attributes:
-      name: for messages.
-      jitted: the result of `jax.jit`.
-      inputs: `jax.ShapeDtypeStruct` trees, one an argument, with shardings where there is a mesh.
-      donated: positions of the arguments whose buffers the program takes over.
+      name: Name used in messages.
+      jitted: Result of `jax.jit`.
+      inputs: One tree of `jax.ShapeDtypeStruct`s per argument, with shardings if the program runs on a mesh.
+      donated: Positions of the donated arguments.
     """
 
     name: str
@@ -47,15 +47,15 @@ class Program:
     donated: tuple[int, ...]
 
     def compile(self) -> jax.stages.Compiled:
-        """The executable for these inputs and no others: calling it can never compile again."""
+        """Compiles the executable for exactly these inputs; calling the result never recompiles."""
         return self.jitted.lower(*self.inputs).compile()  # type: ignore[attr-defined]
 
 
 def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
-    """All that a training step is made of, from the configuration.
+    """Builds the complete specification of a training step from the configuration.
 
     Raises:
-      UserError: the configuration names an implementation of attention that cannot run so.
+      UserError: The configured attention implementation does not support this model, platform or dtype.
     """
     policy = policy_for(config.precision.policy, platform)
     return Recipe(
@@ -88,7 +88,7 @@ def _create(config: Config, recipe: Recipe, layout: Layout) -> Callable[[], Trai
 
 
 def abstract_state(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
-    """The train state as shapes, dtypes and shardings."""
+    """Returns the train state as a tree of shapes, dtypes and shardings."""
     layout = make_layout(config, recipe.model, recipe.policy, mesh)
     shapes = jax.eval_shape(_create(config, recipe, layout))
     return jax.tree.map(
@@ -99,14 +99,14 @@ def abstract_state(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """A step's batch, likewise; the fields of `jaxllm.data.batch.BATCH_FIELDS`."""
+    """Returns the shapes, dtypes and shardings of one step's batch; fields are those of `data.batch.BATCH_FIELDS`."""
     shape = (config.train.batch_size, config.data.sequence_length)
     placed = batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for name, dtype in BATCH_FIELDS.items()}
 
 
 def init_state(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
-    """() -> the train state before the first step, made where it will live."""
+    """Builds the program () -> initial train state, created directly in its final sharding."""
     abstract = abstract_state(config, recipe, mesh)
     layout = make_layout(config, recipe.model, recipe.policy, mesh)
     jitted = jax.jit(
@@ -117,12 +117,13 @@ def init_state(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
 
 
 def state_from(config: Config, recipe: Recipe, mesh: Mesh, load: Callable[[Any, Any], Any]) -> TrainState:
-    """The train state before the first step with weights from elsewhere, which are read straight to where they live.
+    """Creates the train state before the first step with loaded weights, placed directly in their final sharding.
 
-    With adapters these are the frozen weights, and the adapters have initial values.
+    With adapters, the loaded weights are the frozen ones and the adapters are freshly initialized.
 
     Args:
-      load: (dtype, tree of `jax.ShapeDtypeStruct`s with shardings, padded as the mesh stores them) -> the parameters.
+      load: Function (dtype, tree of `jax.ShapeDtypeStruct`s) -> parameters. The structs carry shardings, and their
+        shapes include the padding of the mesh.
     """
     abstract = abstract_state(config, recipe, mesh)
     scale, seed = precision.initial_scale(config.precision, recipe.policy), config.train.seed
@@ -145,18 +146,18 @@ def state_from(config: Config, recipe: Recipe, mesh: Mesh, load: Callable[[Any, 
 
 
 def _weights(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
-    """Placements of what is trained."""
+    """Returns the placements of the trained weights."""
     return make_layout(config, recipe.model, recipe.policy, mesh).weights
 
 
 def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
-    """(state, batch) -> (state, metrics), the state donated."""
+    """Builds the program (state, batch) -> (state, metrics), which donates the state."""
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
     layout = make_layout(config, recipe.model, recipe.policy, mesh)
     jitted = jax.jit(
         lambda state, batch: train_step_function(state, batch, recipe, layout),
         donate_argnums=0,
-        # Else places of Adafactor's state that no update reads are no arguments, and XLA counts less than the state.
+        # Otherwise XLA drops the unread entries of Adafactor's state and reports fewer bytes than the state has.
         keep_unused=True,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh)),
     )
@@ -164,7 +165,7 @@ def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
 
 
 def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
-    """((what is trained, what is frozen), batch) -> sums of losses and tokens."""
+    """Builds the program ((trained weights, frozen weights), batch) -> sums of losses and tokens."""
     state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
     layout = make_layout(config, recipe.model, recipe.policy, mesh)
     jitted = jax.jit(
@@ -174,13 +175,13 @@ def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
 
 
 def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, turned: bool) -> Any:
-    """Parameters as inference holds them: in the compute dtype, with no float32 copy beside."""
+    """Returns the abstract parameters for inference: in the compute dtype, without float32 master copies."""
     params = specs.abstract(specs.param_specs(model), dtype)
     return jax.eval_shape(weights.turn, params) if turned else params
 
 
 def _reading(function: Callable[..., Any], turned: bool) -> Callable[..., Any]:
-    """A function of (params, …) as one of parameters that lie as `_inference_params` says."""
+    """Adapts a function of (params, …) to parameters in the layout of `_inference_params`."""
     return (lambda params, *rest: function(weights.straighten(params), *rest)) if turned else function
 
 
@@ -193,11 +194,15 @@ def prefill(
     cache_dtype: jax.typing.DTypeLike | None = None,
     turned: bool = False,
 ) -> Program:
-    """(params, state, tokens [B, C], valid [B, C]) -> state, the state donated.
+    """Builds the program (params, state, tokens [B, C], valid [B, C]) -> state, which donates the state.
 
     Args:
-      cache_dtype: of keys and values; None is `dtype`.
-      turned: whether the parameters are those of `decode.weights.turn`.
+      batch: Rows B.
+      chunk: Tokens C per row and call.
+      capacity: Maximum tokens per row.
+      dtype: Dtype of the parameters.
+      cache_dtype: Dtype of the cached keys and values; None means `dtype`.
+      turned: Whether the parameters are in the transposed layout of `decode.weights.turn`.
     """
     state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
@@ -216,10 +221,17 @@ def decode(
     cache_dtype: jax.typing.DTypeLike | None = None,
     turned: bool = False,
 ) -> Program:
-    """(params, state, limit) -> (state, tokens [B, steps]), the state donated; `limit` steps at most are made.
+    """Builds the program (params, state, limit) -> (state, tokens [B, steps]), which runs at most `limit` steps.
+
+    The state is donated.
 
     Args:
-      cache_dtype, turned: as of `prefill`.
+      batch: Rows B.
+      steps: Static maximum number of steps, the width of the returned tokens.
+      capacity: Maximum tokens per row.
+      dtype: Dtype of the parameters.
+      cache_dtype: Dtype of the cached keys and values; None means `dtype`.
+      turned: Whether the parameters are in the transposed layout of `decode.weights.turn`.
     """
     state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     run = _reading(lambda params, state, limit: generate.decode(params, state, limit, model, steps), turned)
@@ -230,7 +242,7 @@ def decode(
 def decode_without_cache(
     model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike, turned: bool = False
 ) -> Program:
-    """The same by a full forward pass for every token; its state has the tokens in the cache's place."""
+    """Builds the `decode` program with a full forward pass per token; its state stores tokens instead of a cache."""
     state = decode_state.abstract(model, batch, capacity, dtype, with_cache=False)
     run = _reading(
         lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps), turned

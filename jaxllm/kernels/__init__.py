@@ -1,1 +1,1 @@
-"""Attention: the reference that every kernel is held to."""
+"""Attention kernels and the reference implementation that they are tested against."""

@@ -1,11 +1,11 @@
-"""Attention by cuDNN, as JAX offers it: for NVIDIA GPUs, in 16 bit."""
+"""Attention with cuDNN through `jax.nn.dot_product_attention`, for NVIDIA GPUs in 16-bit dtypes."""
 
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int
 
-# Of `jax.nn.dot_product_attention`.
+# The `implementation` argument of `jax.nn.dot_product_attention`.
 IMPLEMENTATION: Literal["cudnn", "xla"] = "cudnn"
 
 
@@ -18,16 +18,23 @@ def cudnn_attention(
     window: int,
     scale: float,
 ) -> Float[Array, "B T N H"]:
-    """softmax(q·k·scale) · v over the keys before each query, in its window and segment; what it can do,
-    `jaxllm.config.attention` says.
+    """Computes causal attention, softmax(q·k·scale) · v, within each query's window and segment.
 
-    The segments go in as a mask, which JAX makes a bias of [B, 1, T, T] of: one number a pair, whatever the heads.
+    `jaxllm.config.attention` checks which configurations are supported. Segments are passed as a mask, which JAX
+    converts to a bias [B, 1, T, T] shared by all heads.
 
     Args:
-      segments: tokens see their own only; None where a row is one.
-      window: keys seen, the query's own included; 0 is all.
+      q: Queries.
+      k, v: Keys and values; K key heads, each used by N / K query heads.
+      segments: Segment of each token; tokens attend within their segment. None if each row is one segment.
+      window: Number of visible keys, including the query's own position; 0 means no limit.
+      scale: Factor of q·k.
+
+    Returns:
+      The attention output.
+
     Raises:
-      NotImplementedError: cuDNN's own, for a shape that it has not got.
+      NotImplementedError: From cuDNN, for an unsupported shape.
     """
     mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
     return jax.nn.dot_product_attention(

@@ -1,8 +1,8 @@
-"""Products of rows with the matrices of their groups: what a layer of experts is made of.
+"""Grouped matmul: multiplies each row by the matrix of its group, as mixture-of-experts layers need.
 
-Rows are laid out in blocks that each belong to one group, so that a product is a loop over blocks, each a plain matrix
-product with one matrix (the idea of MegaBlocks, Gale et al. 2022). XLA makes `jax.lax.ragged_dot` on CPUs and GPUs from
-products of all rows with all matrices: with 128 experts, of which a token meets 8, sixteen times the work.
+Rows are arranged in blocks of a single group each. A grouped matmul is then a loop over blocks, each a plain matmul
+with one matrix (as in MegaBlocks, Gale et al. 2022). On CPUs and GPUs, XLA lowers `jax.lax.ragged_dot` to matmuls of
+all rows with all matrices: with 128 experts and 8 per token, that is sixteen times the work.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Between these a block is half as long as the rows of an average group.
+# Bounds of the block length, in rows. Between them it is at most half the mean number of rows per group.
 _SHORTEST, _LONGEST = 8, 512
 
 
 def block_length(rows: int, groups: int) -> int:
-    """Rows of a block: a power of two, so long that products are large, so short that few rows are padding."""
+    """Returns the rows per block, a power of two: long enough for large matmuls, short enough for little padding."""
     length = _SHORTEST
     while 2 * length <= min(_LONGEST, rows // (2 * groups)):
         length *= 2
@@ -25,19 +25,19 @@ def block_length(rows: int, groups: int) -> int:
 
 
 def block_count(rows: int, groups: int) -> int:
-    """Blocks that hold any distribution of `rows` over `groups`, where each block is of one group."""
+    """Returns the number of single-group blocks that suffices for any distribution of `rows` over `groups`."""
     filled = min(rows, groups)  # groups with at least one row
     return filled + (rows - filled) // block_length(rows, groups)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A layout of rows in blocks.
+    """Assignment of rows to slots of single-group blocks.
 
     Attributes:
-      slot: of each row, in the order the rows came.
-      group: of each block; that of an unused block is arbitrary.
-      shape: (blocks, rows of each).
+      slot: Slot of each row, in the original row order.
+      group: Group of each block; arbitrary for unused blocks.
+      shape: (number of blocks, rows per block).
     """
 
     slot: Int[Array, " R"]
@@ -45,22 +45,22 @@ class Blocks:
     shape: tuple[int, int]
 
     def lay_out(self, rows: Float[Array, "R D"]) -> Float[Array, "blocks length D"]:
-        """The rows in their slots; zeros in the others."""
+        """Scatters the rows into their slots; unused slots are zero."""
         blocks, length = self.shape
         out = jnp.zeros((blocks * length, rows.shape[1]), rows.dtype)
         return out.at[self.slot].set(rows, unique_indices=True).reshape(blocks, length, -1)
 
     def take_back(self, blocks: Float[Array, "blocks length D"]) -> Float[Array, "R D"]:
-        """The rows in the order they came."""
+        """Gathers the rows from their slots, in the original row order."""
         return blocks.reshape(-1, blocks.shape[-1]).at[self.slot].get(unique_indices=True)
 
 
 def lay_out(groups_of_rows: Int[Array, " R"], groups: int) -> Blocks:
-    """Blocks for rows of these groups."""
+    """Computes the block layout of rows with the given groups."""
     rows = groups_of_rows.shape[0]
     length, count = block_length(rows, groups), block_count(rows, groups)
     sizes = jnp.bincount(groups_of_rows, length=groups)
-    last_block = jnp.cumsum(-(-sizes // length))  # of each group, exclusive
+    last_block = jnp.cumsum(-(-sizes // length))  # end of each group, exclusive
     first_slot = (last_block + sizes // -length) * length
     order = jnp.argsort(groups_of_rows, stable=True)
     first_row = jnp.cumsum(sizes) - sizes
@@ -78,7 +78,7 @@ def lay_out(groups_of_rows: Int[Array, " R"], groups: int) -> Blocks:
 def grouped_matmul(
     x: Float[Array, "blocks length D"], weights: Float[Array, "groups D F"], group: Int[Array, " blocks"]
 ) -> Float[Array, "blocks length F"]:
-    """Each block times the matrix of its group. A matrix's gradient is summed in float32."""
+    """Multiplies each block by the matrix of its group; weight gradients are accumulated in float32."""
 
     def one(_: None, block: tuple[Array, Array]) -> tuple[None, Array]:
         rows, index = block
@@ -88,7 +88,7 @@ def grouped_matmul(
 
 
 def _forward(x: Any, weights: Any, group: Any) -> tuple[Array, tuple[Array | None, Array, Array]]:
-    # Only the gradient of matrices reads the rows; frozen ones have none.
+    # Only weight gradients read the rows, so frozen weights need not save them.
     rows = x.value if weights.perturbed else None
     return grouped_matmul(x.value, weights.value, group.value), (rows, weights.value, group.value)
 

@@ -1,4 +1,4 @@
-"""Attention as plain JAX: the definition that kernels are tested against, and what runs on a CPU."""
+"""Reference attention in plain JAX: kernels are tested against it, and it is the CPU implementation."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-# Large, finite, and far from float32's limit, so that a difference of two of them is still finite.
+# Large, but far from float32's limit, so the difference of two such values is finite.
 _MASKED = -1e30
 
 
@@ -18,11 +18,13 @@ def attention_mask(
     k_segments: Int[Array, "B S"] | None,
     window: int,
 ) -> Bool[Array, "B T S"]:
-    """Which keys a query sees: not later, in the window, of the same segment, and there at all.
+    """Returns the causal attention mask, restricted by window, segments and empty slots; True marks visible keys.
 
     Args:
-      k_positions: a negative position marks a key that is not there (an empty cache slot).
-      window: keys seen, the query's own included; 0 is all.
+      q_positions: Position of each query.
+      k_positions: Position of each key; a negative value marks an absent key (an empty cache slot).
+      q_segments, k_segments: Segment of each query and key; None disables segment masking.
+      window: Number of visible keys, including the query's own position; 0 means no limit.
     """
     distance = q_positions[:, :, None] - k_positions[:, None, :]
     mask = (distance >= 0) & (k_positions[:, None, :] >= 0)
@@ -43,19 +45,27 @@ def attention(
     softcap: float,
     named: bool = True,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q·k·scale)) · v over the keys of `mask`, grouped heads (Ainslie et al. 2023).
+    """Computes softmax(cap(q·k·scale)) · v over the keys of `mask`, with grouped heads (Ainslie et al. 2023).
 
-    Query head n uses key head n // (N / K). Scores and softmax are float32. A query that sees no key gets 0.
+    Query head n uses key head n // (N / K). Scores and softmax are float32. The output of a query without visible
+    keys is 0.
 
     Args:
-      softcap: c·tanh(score / c) before the mask (Gemma 2); 0 is none.
-      named: whether scores and probabilities have their tags, by which a remat policy can keep them.
+      q: Queries.
+      k, v: Keys and values.
+      mask: True marks visible keys.
+      scale: Factor of q·k.
+      softcap: Applies c·tanh(score / c) before the mask (Gemma 2); 0 disables it.
+      named: Whether scores and probabilities get checkpoint names, by which a remat policy can save them.
+
+    Returns:
+      The attention output, in the dtype of v.
     """
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
     G = N // K
-    # The heads of a group and their queries are one dimension, so that both products are plain batched
-    # matrix products; with five-index einsums XLA's CPU backend takes four times as long for the gradients.
+    # Merging the heads of a group with their queries makes both einsums plain batched matmuls. With five-index
+    # einsums XLA's CPU backend takes four times as long for the gradients.
     grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores = jnp.einsum("bkqh,bksh->bkqs", grouped, k, preferred_element_type=jnp.float32) * scale
     if softcap:
@@ -75,7 +85,7 @@ def _softmax(scores: Float[Array, "*batch S"], named: bool) -> Float[Array, "*ba
 
 @_softmax.defjvp
 def _softmax_jvp(named: bool, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # The derivative reads the result alone, under its tag, so that a remat policy can keep it in place of the scores.
+    # The derivative reads only the named result, so a remat policy can save it instead of the scores.
     probs = jax.nn.softmax(primals[0])
     if named:
         probs = checkpoint_name(probs, "attn_probs")
@@ -97,9 +107,19 @@ def chunked_attention(
     softcap: float,
     chunk: int,
 ) -> Float[Array, "B T N H"]:
-    """The same, `chunk` queries at a time: scores of one chunk exist at a time, in the backward pass too.
+    """Computes `attention` for `chunk` queries at a time, so only one chunk's scores are in memory at once.
 
-    Each chunk's scores are computed again for its gradients (Rabe & Staats 2021). `chunk` divides T.
+    The backward pass also handles one chunk at a time and recomputes its scores (Rabe & Staats 2021).
+
+    Args:
+      q: Queries.
+      k, v: Keys and values.
+      q_positions, k_positions, q_segments, k_segments, window: See `attention_mask`.
+      scale, softcap: See `attention`.
+      chunk: Queries per chunk; must divide T.
+
+    Returns:
+      The attention output.
     """
     B, T = q.shape[:2]
 
@@ -110,7 +130,7 @@ def chunked_attention(
     def one(k: Array, v: Array, part: tuple[Array, Array, Array | None]) -> Array:
         queries, positions, segments = part
         mask = attention_mask(positions, k_positions, segments, k_segments, window)
-        # Without tags: a policy that keeps them would reach into the chunks, and keep them all.
+        # Unnamed: a remat policy that saves these names would save them for every chunk.
         return attention(queries, k, v, mask, scale=scale, softcap=softcap, named=False)
 
     parts = (cut(q), cut(q_positions), None if q_segments is None else cut(q_segments))

@@ -1,1 +1,1 @@
-"""Meshes, the sharding of every array on them, and the collectives between their devices."""
+"""Device meshes, the sharding of every array on them, and the collectives between their devices."""

@@ -1,12 +1,12 @@
-"""What the model's functions ask of the other devices, where their arrays are one device's shares.
+"""Collectives used by the model's functions, which run on local shards inside `jax.shard_map`.
 
-The functions of `jaxllm.model` run inside `jax.shard_map`, over plain local arrays: rows of the batch over
-`replica` and `data`; heads, MLP and vocabulary over `tensor`, and between these the tokens of a sequence
-(sequence parallelism, Korthikanti et al. 2022). Every collective is here. On one device each is nothing.
+The functions of `jaxllm.model` see plain local arrays. Batch rows are sharded over `replica` and `data`. Heads, MLP
+and vocabulary are sharded over `tensor`; between those matmuls the tokens of a sequence are sharded over `tensor`
+(sequence parallelism, Korthikanti et al. 2022). Every collective is in this module. On one device each is a no-op.
 
-Gradients follow one rule: what is differentiated is the sum over devices of what each returns as its loss, so a
-weight that lies on several devices has the sum of their gradients. Gathering and scattering sums are each other's
-transposes, a sum over all is its own, and no other collective is differentiated.
+Gradients follow one rule: the differentiated function is the sum over devices of the loss that each one returns, so the
+gradient of a replicated weight is the sum of its gradients on all devices. All-gather and reduce-scatter are each
+other's transposes, all-reduce is its own transpose, and no other collective is differentiated.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from jaxllm.parallel.mesh import BATCH_AXES, Placement
 
 @struct.dataclass
 class Scattered:
-    """A weight that computes whole, whose gradient is wanted in shares (ZeRO stage 2).
+    """Weight that is unsharded in the computation but has a sharded gradient (ZeRO stage 2).
 
     Attributes:
-      share: this device's part; differentiated, never read.
-      whole: what computes; not differentiated.
+      share: This device's shard; differentiated, but its value is never read.
+      whole: The full array used in the computation; not differentiated.
     """
 
     share: Array
@@ -35,12 +35,12 @@ class Scattered:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The devices that one model is spread over, as its functions see them.
+    """Collectives of a model's functions for given mesh sizes; the default is a single device.
 
     Attributes:
-      tensor: devices along `tensor`.
-      batch: devices that rows of a batch are spread over.
-      placements: tree of the parameters' `Placement`s where they are split over `data`; None where they are whole.
+      tensor: Number of devices along `tensor`.
+      batch: Number of devices that batch rows are sharded over.
+      placements: Tree of the parameters' `Placement`s if they are sharded over `data`; None if they are not.
     """
 
     tensor: int = 1
@@ -48,37 +48,38 @@ class Partition:
     placements: Any = None
 
     def enter(self, x: Float[Array, "B t D"]) -> Float[Array, "B T D"]:
-        """All tokens of the sequences, before products whose weights are split over heads, MLP or vocabulary."""
+        """All-gathers the tokens over `tensor`, before matmuls with weights sharded over heads, MLP or vocabulary."""
         return jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if self.tensor > 1 else x
 
     def leave(self, y: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
-        """The sum over `tensor` of what such products gave, and of it this device's tokens."""
+        """Reduce-scatters the partial outputs of tensor-parallel matmuls, so each device keeps its own tokens."""
         return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True) if self.tensor > 1 else y
 
     def own_tokens(self, x: Array) -> Array:
-        """[B, T, …] -> [B, t, …]: this device's tokens of an array that is the same along `tensor`."""
+        """Slices this device's tokens from an array replicated along `tensor`: [B, T, …] -> [B, t, …]."""
         if self.tensor == 1:
             return x
         size = x.shape[1] // self.tensor
         return jax.lax.dynamic_slice_in_dim(x, self.first(size), size, axis=1)
 
     def first(self, size: int) -> Array | int:
-        """Index of this device's first element of something that is split over `tensor` in parts of `size`."""
+        """Returns the index of this device's first element in a dimension sharded over `tensor`, `size` per device."""
         return jax.lax.axis_index("tensor") * size if self.tensor > 1 else 0
 
     def head_sum(self, x: Array) -> Array:
-        """Over the heads of all devices, of sums over this device's."""
+        """All-reduces sums over this device's heads to sums over all heads."""
         return jax.lax.psum(x, "tensor") if self.tensor > 1 else x
 
     def batch_sum(self, x: Array) -> Array:
-        """Over all rows of the batch."""
+        """All-reduces sums over this device's rows to sums over the whole batch."""
         return jax.lax.psum(x, BATCH_AXES) if self.batch > 1 else x
 
     def weights(self, params: Any, *path: Any) -> Any:
-        """Weights as they compute, from their shares.
+        """All-gathers weights sharded over `data` into the full arrays that the computation uses.
 
         Args:
-          params: the subtree of the parameters at `path`, of one layer where they are stacked.
+          params: Subtree of the parameters at `path`; for stacked layers, the slice of one layer.
+          *path: Keys of the subtree in the parameter tree.
         """
         placed = self.placements
         if placed is None:
@@ -99,10 +100,10 @@ WHOLE = Partition()
 
 
 def gather(x: Array, placement: Placement, cut: bool = False) -> Array:
-    """The whole array from the shares over `data`.
+    """All-gathers an array over `data` and removes its padding.
 
     Args:
-      cut: the leading dimension of `placement` is not there: x is one layer of a stack.
+      cut: Whether x is one layer of a stack and lacks the leading dimension of `placement`.
     """
     if placement.zero_dim is None:
         return x
@@ -112,7 +113,7 @@ def gather(x: Array, placement: Placement, cut: bool = False) -> Array:
 
 
 def scatter(gradient: Array, placement: Placement, cut: bool = False) -> Array:
-    """This device's share of the sum over `data`: the transpose of `gather`."""
+    """Reduce-scatters a gradient over `data`, the transpose of `gather`; all-reduces it if `zero_dim` is None."""
     if placement.zero_dim is None:
         return jax.lax.psum(gradient, "data")
     dim = placement.zero_dim - cut

@@ -1,9 +1,8 @@
-"""Meshes, and where each array lies on them: the tables from logical axes to mesh axes.
+"""Device meshes and the sharding of each array: rules that map logical axes to mesh axes.
 
-Two kinds of table. *Compute*: how a block's weights are split while it runs, over `tensor` only. *Storage*: how
-they, their gradients and their optimizer state are kept, which may be split over `data` too. The difference
-between the two is the ZeRO stage (Rajbhandari et al. 2020), and `sharded` says in one place what each stage
-shards.
+There are two kinds of sharding. *Compute* sharding applies to a block's weights while it runs, over `tensor` only.
+*Storage* sharding applies to weights, gradients and optimizer state between uses, and may also use `data`. The
+difference between the two is the ZeRO stage (Rajbhandari et al. 2020); `sharded` defines what each stage shards.
 """
 
 import dataclasses
@@ -18,26 +17,28 @@ from jaxllm.config import MeshConfig
 from jaxllm.errors import UserError
 
 AXES = ("replica", "data", "tensor")
-# The rows of a batch are split over both; a weight's gradient is summed over both.
+# Batch rows are sharded over both axes, and weight gradients are summed over both.
 BATCH_AXES = ("replica", "data")
 
-# Compute: logical axis -> mesh axis. What is not here is whole on every device while it computes.
+# Compute sharding: logical axis -> mesh axis. Axes not listed are unsharded during the computation.
 COMPUTE: dict[str, str] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-# Storage: the one logical axis that ZeRO does not split over `data`. The loop over layers takes one at a time.
+# Storage sharding: the one logical axis that ZeRO never shards, because the loop over layers slices one at a time.
 NEVER_SPLIT = "layers"
 
 Kind = Literal["weights", "gradients", "moments"]
-# What each ZeRO stage splits over `data`, beside what the stages before it do.
+# First ZeRO stage that shards each kind of array over `data`.
 _STAGE_OF: dict[Kind, int] = {"moments": 1, "gradients": 2, "weights": 3}
 
 
 def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
-    """The device mesh of a run, axes AXES.
+    """Builds the device mesh of a run, with axes AXES.
 
     Args:
-      devices: to lay it over (an attached or absent topology's); by default those of this job.
+      config: Mesh sizes.
+      devices: Devices of the mesh, attached or of an absent topology; defaults to all devices of this job.
+
     Raises:
-      UserError: the configuration wants another number of devices than there are.
+      UserError: The configuration requires more devices than available, or fewer in a multi-process job.
     """
     shape = sizes(config)
     wanted = math.prod(shape.values())
@@ -52,10 +53,10 @@ def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
 
 
 def require_count(config: MeshConfig, count: int) -> None:
-    """The mesh of a configuration takes exactly so many devices.
+    """Checks that the configured mesh has exactly `count` devices.
 
     Raises:
-      UserError: it takes another number.
+      UserError: The mesh has a different number of devices.
     """
     shape = sizes(config)
     wanted = math.prod(shape.values())
@@ -68,29 +69,31 @@ def require_count(config: MeshConfig, count: int) -> None:
 
 
 def sizes(config: MeshConfig) -> dict[str, int]:
-    """Mesh axis -> devices along it."""
+    """Returns the number of devices along each mesh axis."""
     return {axis: getattr(config, axis) for axis in AXES}
 
 
 def sharded(kind: Kind, stage: int, mixed: bool) -> bool:
-    """Whether a ZeRO stage splits arrays of a kind over `data`.
+    """Returns whether a ZeRO stage shards arrays of the given kind over `data`.
 
     Args:
-      mixed: whether the stored weights are float32 masters of 16-bit ones that compute. Masters are optimizer
-        state in ZeRO's count, so that stage 1 splits them, and 16-bit whole copies are made at each step.
+      kind: Kind of array.
+      stage: ZeRO stage, 0 to 3.
+      mixed: Whether the stored weights are float32 masters of 16-bit compute weights. ZeRO counts masters as
+        optimizer state, so stage 1 shards them and each step makes unsharded 16-bit copies.
     """
     return stage >= (1 if kind == "weights" and mixed else _STAGE_OF[kind])
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where one array lies.
+    """Sharding of one array: its stored shape and the mesh axes of each dimension.
 
     Attributes:
-      shape: as stored, over all devices: padded where a dimension does not divide.
-      axes: mesh axes that each dimension is split over.
-      zero_dim: the dimension that is split over `data`; None where none is.
-      gathered: size of that dimension on a device once its shares are put together, without padding.
+      shape: Global stored shape, including padding of dimensions that do not divide evenly.
+      axes: Mesh axes that shard each dimension.
+      zero_dim: The dimension sharded over `data`; None if there is none.
+      gathered: Per-device size of `zero_dim` after the all-gather over `data`, without padding.
     """
 
     shape: tuple[int, ...]
@@ -103,15 +106,21 @@ class Placement:
         return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in self.axes))
 
     def numbers_per_device(self, mesh: dict[str, int]) -> int:
-        """Numbers of the array on each device of a mesh of these sizes; every device has as many."""
+        """Returns the number of elements per device, which is equal on all devices of the mesh."""
         return math.prod(self.shape) // math.prod(mesh[axis] for axes in self.axes for axis in axes)
 
 
 def placements(specs: Any, config: MeshConfig, kind: Kind, mixed: bool) -> Any:
-    """A `Placement` for each `ParamSpec` of a tree: where weights, gradients or moments of a run lie.
+    """Returns the `Placement` of each `ParamSpec` of a tree, for a run's weights, gradients or moments.
+
+    Args:
+      specs: Tree of `ParamSpec`s.
+      config: Mesh sizes and ZeRO stage.
+      kind: Kind of array.
+      mixed: Whether stored weights are float32 masters; see `sharded`.
 
     Raises:
-      UserError: a dimension that cannot be split as it must; names the tensor, the axis and the sizes.
+      UserError: A dimension cannot be sharded as required; the message names the tensor, the axis and the sizes.
     """
     mesh, zero = sizes(config), sharded(kind, config.zero, mixed)
 
@@ -119,32 +128,35 @@ def placements(specs: Any, config: MeshConfig, kind: Kind, mixed: bool) -> Any:
         placed = placement(path_name(path), spec.shape, spec.axes, mesh, zero)
         if zero or not config.zero:
             return placed
-        # Whole, but with the padding of its moments, which are split: an update adds the one to the other.
+        # Unsharded, but padded like its sharded moments, because the update combines the two.
         split = placement(path_name(path), spec.shape, spec.axes, mesh, zero=True)
         return dataclasses.replace(placed, shape=split.shape)
 
-    # A tree, a list or a tuple of specs; what has `axes` is a spec.
+    # `specs` may also be a list or tuple; a node with `axes` is a spec.
     return jax.tree_util.tree_map_with_path(one, specs, is_leaf=lambda node: hasattr(node, "axes"))
 
 
 def path_name(path: Any) -> str:
-    """A parameter's name in messages: layers.0.attn.q."""
+    """Returns a parameter's dotted name for messages, for example layers.0.attn.q."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def placement(name: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: dict[str, int], zero: bool) -> Placement:
-    """Where an array with these logical axes lies.
+    """Returns the placement of an array with the given logical axes.
 
-    The dimension that ZeRO splits is the first whose share on a device divides by `data`, so that shares are put
-    together as runs of memory; if there is none, the one that takes the fewest zeros is padded with them. The
-    vocabulary is padded to divide over `tensor`.
+    ZeRO shards the first dimension whose per-device size is divisible by `data`, so the all-gather concatenates
+    contiguous memory. If there is none, it zero-pads the dimension that needs the least padding. The vocabulary is
+    padded to divide over `tensor`.
 
     Args:
-      name: for messages.
-      mesh: sizes of its axes.
-      zero: whether the array is split over `data`.
+      name: Parameter name for messages.
+      shape: Shape without padding.
+      axes: Logical axis of each dimension.
+      mesh: Size of each mesh axis.
+      zero: Whether the array is sharded over `data`.
+
     Raises:
-      UserError: no dimension divides, and none can be padded.
+      UserError: A dimension does not divide over `tensor`, or none can be sharded or padded over `data`.
     """
     targets = [COMPUTE.get(axis) for axis in axes]
     split = [(target,) if target and mesh[target] > 1 else () for target in targets]
@@ -164,8 +176,8 @@ def placement(name: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: di
     for i, axis in enumerate(axes):
         if axis != NEVER_SPLIT:
             padded = _next_multiple(stored[i], _ways((*split[i], "data"), mesh))
-            # Shares of a dimension that is split over `tensor` too would each need padding of their own. The
-            # vocabulary does not: whatever stands beyond its end is never looked at.
+            # A dimension also sharded over `tensor` would need padding in every shard. The vocabulary is the
+            # exception: entries past its end are never read.
             if padded == stored[i] or not split[i] or axis == "vocab":
                 growth[i] = padded / stored[i]
     if not growth:
@@ -195,19 +207,21 @@ def _ways(axes: tuple[str, ...], mesh: dict[str, int]) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a batch's arrays [B, T]: rows over the batch axes, each row whole."""
+    """Returns the sharding of batch arrays [B, T]: rows over the batch axes, tokens unsharded."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """Returns the sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def place(mesh: Mesh, placement: Placement, memory: str | None = None) -> NamedSharding:
-    """The sharding of an array so placed.
+    """Returns the `NamedSharding` of a placement.
 
     Args:
-      memory: "device" or "pinned_host"; None is the backend's default.
+      mesh: Device mesh.
+      placement: Placement of the array.
+      memory: Memory kind, "device" or "pinned_host"; None means the backend's default.
     """
     return NamedSharding(mesh, placement.partition, memory_kind=memory)

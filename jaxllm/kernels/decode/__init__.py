@@ -1,1 +1,1 @@
-"""Attention of new tokens over a KV cache, and writes into it, in Pallas."""
+"""Pallas kernels for decoding: attention of new tokens over a KV cache, and cache writes."""

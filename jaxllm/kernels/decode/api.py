@@ -1,6 +1,6 @@
-"""Attention of the newest tokens over a long cache: one kernel a platform, and how its parts are put together.
+"""Decode attention: dispatches to one kernel per platform and combines its partial results.
 
-`reference.attention` over the positions of the cache's slots defines what they compute.
+The kernels compute `reference.attention` over the positions stored in the cache's slots.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxllm.kernels.decode import int8 as decode_int8
 from jaxllm.kernels.decode import slots as decode_slots
 from jaxllm.kernels.decode import tpu as decode_tpu
 
-MOST_TOKENS = 8  # new ones of a row; more are a prefill
+MOST_TOKENS = 8  # new tokens per row; more is a prefill
 
 
 def decode_attention(
@@ -37,24 +37,32 @@ def decode_attention(
     platform: str,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q·k·scale)) · v of each row's last T tokens over its cache, in which they are written already.
+    """Computes softmax(cap(q·k·scale)) · v of each row's last T tokens over its cache, which already contains them.
 
-    Query head n uses key head n // (N / K). Scores, softmax and sums are float32. Slots past a row's length, or
-    before all windows of its tokens, are not read. A query that sees nothing (a row of length 0) gets 0.
+    Query head n uses key head n // (N / K). Scores, softmax and sums are float32. Slots past a row's length or before
+    the windows of all its new tokens are not read. The output of a query without visible keys (a row of length 0) is 0.
 
     Args:
-      k, v: of one layer, or the stacks of all of which `layer` is read where it lies: no copy of it is made.
-        Position p of a row lies in slot p mod S.
-      lengths: tokens of each row in the cache, the T new ones included.
-      window: positions a query sees, its own included; 0 is all that are in the cache.
-      softcap: c·tanh(score / c) before the mask; 0 is none.
-      capacity: tokens that a row may have; over S the cache is a ring, whose last S tokens alone are there.
-      k_scale, v_scale: of an int8 cache; see `decode_int8`.
-      platform: gpu | tpu: that kernel; cpu: the reference; auto: what the program is compiled for, by the
-        reference where that kernel has not got the head_dim or dtype: as `attention_choice.decoding` says.
-      interpret: runs the kernel's steps as plain JAX, on any device.
+      q: Queries of the T new tokens.
+      k, v: Cache of one layer, or the stacked caches of all layers, of which `layer` is read in place without a copy.
+        Position p of a row is stored in slot p mod S.
+      lengths: Tokens of each row in the cache, including the T new ones.
+      layer: Index into the stacked caches; None if k and v belong to one layer.
+      window: Number of visible positions, including the query's own; 0 means all positions in the cache.
+      scale: Factor of q·k.
+      softcap: Applies c·tanh(score / c) before the mask; 0 disables it.
+      capacity: Maximum tokens per row. If it exceeds S, the cache is a ring with the last S tokens.
+      k_scale, v_scale: Scales of an int8 cache; see `decode_int8`.
+      platform: "gpu" or "tpu" selects that kernel and "cpu" the reference. "auto" selects by the platform that the
+        program is compiled for, with the reference if `attention_choice.decoding` reports the head_dim or dtype as
+        unsupported.
+      interpret: Runs the kernel in Pallas's interpreter, on any device.
+
+    Returns:
+      The attention output, in the dtype of q.
+
     Raises:
-      ValueError: arguments that do not belong together, or that the platform's kernel has not got.
+      ValueError: Arguments are inconsistent or not supported by the platform's kernel.
     """
     if platform == "auto":
         if interpret:
@@ -69,7 +77,7 @@ def decode_attention(
     index = jnp.asarray(0 if layer is None else layer, jnp.int32)
     B, T, N, H = q.shape
     K, S = k.shape[2:4]
-    # A full cache holds no more than its slots.
+    # A full cache has at most S tokens.
     lengths = lengths.astype(jnp.int32) if capacity > S else jnp.minimum(lengths.astype(jnp.int32), S)
     scales: tuple[Array, ...] = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     if platform == "cpu":
@@ -78,7 +86,7 @@ def decode_attention(
     if platform not in kernels:
         raise ValueError(f"no decode attention for platform {platform!r}; there are auto, cpu, gpu and tpu")
     if platform == "gpu" and not decode_gpu.reaches(k.shape, k.dtype.itemsize):
-        # A copy of one layer, which the kernel reaches where it does not reach all of them.
+        # The kernel can index one layer but not the whole stack, so copy the layer.
         k, v = k[index][None], v[index][None]
         scales, index = tuple(x[index][None] for x in scales), jnp.zeros_like(index)
     run = functools.partial(
@@ -90,7 +98,7 @@ def decode_attention(
 
 
 def _where_it_runs(*arrays: Any, **options: Any) -> Array:
-    """The kernel of the platform that the program is compiled for, which is known when it is lowered."""
+    """Runs the kernel of the platform that the program is compiled for, which is known only at lowering."""
 
     def on(platform: str) -> Callable[..., Array]:
         def run(q: Array, k: Array, v: Array, lengths: Array, layer: Any, k_scale: Any, v_scale: Any) -> Array:
@@ -99,25 +107,28 @@ def _where_it_runs(*arrays: Any, **options: Any) -> Array:
 
         return run
 
-    # All branches are traced wherever the program runs: what a kernel has not got is the reference's from the start.
+    # All branches are traced on every platform, so unsupported kernels are replaced by the reference before tracing.
     q, k = arrays[:2]
     dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k)]
     chosen = {name: attention_choice.decoding(name, q.shape[-1], *dtypes) for name in ("gpu", "tpu")}
     gpu, tpu = (name if one.implementation == "pallas" else "cpu" for name, one in chosen.items())
     if not decode_gpu.reaches(k.shape[-4:], k.dtype.itemsize):
-        gpu = "cpu"  # one layer's int8 cache between 2 and 4 GiB
+        gpu = "cpu"  # an int8 cache with 2 to 4 GiB per layer
     return jax.lax.platform_dependent(*arrays, cuda=on(gpu), tpu=on(tpu), default=on("cpu"))
 
 
 def combine(
     acc: Float[Array, "B splits K R H"], biggest: Float[Array, "B splits K R"], total: Float[Array, "B splits K R"]
 ) -> Float[Array, "B K R H"]:
-    """The whole softmax's average from those of its splits.
+    """Combines the partial softmax results of a row's splits into the attention output.
 
     Args:
-      acc: values weighted by exp(score − biggest), summed.
-      biggest: the largest score of the split; anything finite where it saw nothing.
-      total: the weights' sum.
+      acc: Sum of the values weighted by exp(score − m), per split.
+      biggest: Maximum score m of the split; any finite value if the split had no visible key.
+      total: Sum l of the weights exp(score − m), per split.
+
+    Returns:
+      The normalized output, in float32; 0 for queries without visible keys.
     """
     share = jnp.exp(biggest - biggest.max(1, keepdims=True))
     whole = (total * share).sum(1)

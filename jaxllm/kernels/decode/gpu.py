@@ -1,7 +1,7 @@
-"""Decode attention on NVIDIA GPUs, through Pallas' Triton path.
+"""Decode attention kernel for NVIDIA GPUs, in Pallas's Triton dialect.
 
-A program takes the queries of one key head and a share of the slots that its row uses, whatever the cache's size, and
-leaves maximum, sum and weighted values for `decode_attention` to combine (Dao et al. 2023, "Flash-Decoding").
+Each program processes the queries of one key head over one split of the slots that its row uses, independent of the
+cache size. It writes the partial m, l and acc, which `decode_attention` combines ("Flash-Decoding", Dao et al. 2023).
 """
 
 import functools
@@ -17,37 +17,44 @@ from jaxtyping import Array, Float, Int
 from jaxllm.config.attention import DECODE_HEAD_MULTIPLE
 from jaxllm.kernels.decode import slots as decode_slots
 
-# Large, finite: a difference of two of them is still finite.
+# Large, but the difference of two such values is finite.
 MASKED = -1e30
-LEAST = DECODE_HEAD_MULTIPLE  # of each dimension of a product
-_MOST_ROWS = 64  # of queries in one program
-_PROGRAMS = 264  # two for each multiprocessor of an H100
-_TILE_BYTES = 16 * 2**10  # of keys in one step
+LEAST = DECODE_HEAD_MULTIPLE  # minimum size of each matmul dimension
+_MOST_ROWS = 64  # queries per program
+_PROGRAMS = 264  # two per multiprocessor of an H100
+_TILE_BYTES = 16 * 2**10  # bytes of keys per step
 
 
 def split_count(batch: int, kv_heads: int, queries: int, slots: int, block: int) -> int:
-    """Programs that share a row's slots: so many that the device is busy, and each has two steps or more."""
+    """Returns the number of splits per row: enough programs to fill the device, with about two steps or more each."""
     alone = batch * kv_heads * pl.cdiv(queries, _MOST_ROWS)
     return max(1, min(pl.cdiv(_PROGRAMS, alone), pl.cdiv(slots, 2 * block)))
 
 
 def reaches(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether Pallas' offsets reach all of an array: signed 32 bits up to 4 GiB, too few for bytes; then 64."""
+    """Returns whether Pallas can index the whole array.
+
+    Pallas uses signed 32-bit element offsets for arrays up to 4 GiB and 64-bit offsets above. An array of 1-byte
+    elements between 2 and 4 GiB therefore has elements that it cannot index.
+    """
     size = math.prod(shape)
     return size <= 2**31 or size * itemsize > 2**32
 
 
 def block_length(head_dim: int, itemsize: int) -> int:
-    """Slots of one step."""
+    """Returns the number of slots processed per step."""
     width = pl.next_power_of_2(head_dim)
     return max(16, min(128, _TILE_BYTES // (width * itemsize)))
 
 
 def parts_of(head_dim: int) -> list[tuple[int, int]]:
-    """(offset, size) of the powers of two that make up a head: what a Triton block can be. 80 is 64 and 16.
+    """Decomposes a head into power-of-two parts, as Triton blocks require; 80 becomes 64 and 16.
+
+    Returns:
+      The (offset, size) of each part.
 
     Raises:
-      ValueError: not a multiple of 16, the least that a tensor core takes.
+      ValueError: head_dim is not a multiple of 16, the minimum for a tensor core.
     """
     if head_dim % LEAST:
         raise ValueError(f"head_dim is {head_dim}; on GPUs decode attention takes multiples of {LEAST}")
@@ -69,14 +76,25 @@ def partials(
     softcap: float,
     interpret: bool,
 ) -> tuple[Float[Array, "B splits K R H"], Float[Array, "B splits K R"], Float[Array, "B splits K R"]]:
-    """(weighted values, maximum, sum) of each split, float32.
+    """Computes the partial attention of each split of a row's slots, for `combine` in `decode.api`.
 
     Args:
-      q: R queries of each key head, token by token.
-      scales: of keys and values in int8; empty where they are not.
-      tokens: new ones of each row.
+      q: R queries per key head, ordered by token.
+      k, v: Stacked caches.
+      lengths: Tokens of each row in the cache, including the new ones.
+      layer: Layer to read.
+      scales: Scales of keys and values of an int8 cache; empty for other caches.
+      tokens: New tokens per row.
+      window: Number of visible positions, including the query's own; 0 means all.
+      scale: Factor of q·k.
+      softcap: Applies c·tanh(score / c) before the mask; 0 disables it.
+      interpret: Runs the kernel in Pallas's interpreter.
+
+    Returns:
+      The weighted sum of values acc, the maximum m and the sum of weights l of each split, in float32.
+
     Raises:
-      ValueError: a head_dim that `parts_of` refuses, or a cache that Pallas' 32-bit offsets do not reach.
+      ValueError: `parts_of` does not support the head_dim, or the cache is too large for Pallas's 32-bit offsets.
     """
     B, K, R, H = q.shape
     S = k.shape[3]
@@ -140,7 +158,7 @@ def _kernel(
     parts = parts_of(H)
 
     def load(ref: Any, at: tuple[Any, ...], there: Array) -> list[Array]:
-        """Vectors' numbers, part by part; zeros where there are none."""
+        """Loads the parts of each vector, with zeros for absent vectors."""
         found = []
         for offset, size in parts:
             mask = jnp.broadcast_to(there, (there.shape[0], size))
@@ -153,7 +171,7 @@ def _kernel(
     dtype = q[0].dtype
     position = length - tokens + decode_slots.query_tokens(row, tokens, R // tokens)
     first, end = decode_slots.span(length, tokens, S, window)
-    # The slots in use, and not the cache, are shared among the splits.
+    # The splits divide the slots in use, not the whole cache.
     first_step = jax.lax.div(first, block)
     share = pl.cdiv(pl.cdiv(end, block) - first_step, splits)
     low = first_step + split * share

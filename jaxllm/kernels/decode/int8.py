@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: symmetric, with one float32 scale for each token and head."""
+"""Symmetric int8 quantization of cached keys and values, with one float32 scale per token and head."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
@@ -7,9 +7,10 @@ _LARGEST = 127
 
 
 def quantize(x: Float[Array, "*batch H"]) -> tuple[Int8[Array, "*batch H"], Float[Array, "*batch"]]:
-    """(numbers in -127..127, scale): x ≈ numbers · scale, off by half a scale at most.
+    """Quantizes vectors to int8 in -127..127, such that x ≈ values · scale with an error of at most scale / 2.
 
-    The scale is the largest magnitude over 127; of a vector of zeros it is 0.
+    Returns:
+      The int8 values, and the float32 scale of each vector: its largest magnitude / 127, 0 for a zero vector.
     """
     wide = x.astype(jnp.float32)
     scale = jnp.abs(wide).max(-1) / _LARGEST
@@ -18,5 +19,5 @@ def quantize(x: Float[Array, "*batch H"]) -> tuple[Int8[Array, "*batch H"], Floa
 
 
 def dequantize(numbers: Int8[Array, "*batch H"], scale: Float[Array, "*batch"]) -> Float[Array, "*batch H"]:
-    """numbers · scale, float32."""
+    """Dequantizes int8 values to float32: numbers · scale."""
     return numbers.astype(jnp.float32) * scale[..., None]

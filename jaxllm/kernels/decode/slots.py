@@ -1,7 +1,7 @@
-"""Which token lies in which slot of a cache, and which slots the newest tokens see.
+"""KV-cache slots: the mapping from positions to slots, and the slots visible to the newest tokens.
 
-Position p lies in slot p mod S. A full cache has a slot for every position that a row may reach; a ring has fewer, and
-a token takes the slot of the one S before it.
+Position p is stored in slot p mod S. A full cache has one slot per position that a row may reach. A ring cache has
+fewer, and a token overwrites the slot of the token S positions earlier.
 """
 
 import jax
@@ -10,17 +10,19 @@ from jaxtyping import Array, Bool, Int
 
 
 def slot_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
-    """Position held by each slot of rows that have `lengths` tokens; negative where none is."""
+    """Returns the position stored in each slot of rows with `lengths` tokens; negative for empty slots."""
     last = lengths[:, None] - 1
     return last - (last - jnp.arange(slots)[None]) % slots
 
 
 def span(length: Int[Array, ""], tokens: int, slots: int, window: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """(first, end): all slots of a row that any of its last `tokens` tokens can see lie between.
+    """Returns the slot range [first, end) that contains all slots visible to a row's last `tokens` tokens.
 
     Args:
-      length: tokens of the row, the last ones included.
-      window: positions that a token sees, its own included; 0 is all.
+      length: Tokens of the row, including the last ones.
+      tokens: Number of newest tokens.
+      slots: Slots S per row.
+      window: Number of visible positions, including the token's own; 0 means no limit.
     """
     end = jnp.minimum(length, slots)
     if not window:
@@ -30,9 +32,10 @@ def span(length: Int[Array, ""], tokens: int, slots: int, window: int) -> tuple[
 
 
 def query_tokens(rows: Int[Array, "R 1"], tokens: int, group: int) -> Int[Array, "R 1"]:
-    """Which of a row's new tokens a query belongs to: queries come token by token, the heads of a group together.
+    """Returns the index of the new token that each query belongs to.
 
-    Compared and not divided: a TPU's vector unit has no division of integers.
+    Queries are ordered by token, then by head within the group. Comparisons replace the division rows // group because
+    a TPU's vector unit has no integer division.
     """
     token = jnp.zeros_like(rows)
     for later in range(1, tokens):
@@ -43,15 +46,18 @@ def query_tokens(rows: Int[Array, "R 1"], tokens: int, group: int) -> Int[Array,
 def visible(
     slot: Int[Array, "1 n"], query: Int[Array, "R 1"], length: Int[Array, ""], slots: int, window: int
 ) -> Bool[Array, "R n"]:
-    """Whether the token in a slot is seen from a position: it is there, not later, and in the window.
+    """Returns the mask of visible slots: the slot is occupied, and its token is not later and within the window.
 
     Args:
-      slot: indices, past the last slot too: those hold nothing.
-      query: positions of the queries.
+      slot: Slot indices; indices past the last slot count as empty.
+      query: Positions of the queries.
+      length: Tokens of the row.
+      slots: Slots S per row.
+      window: Number of visible positions, including the query's own; 0 means no limit.
     """
     last = length - 1
     newest = jax.lax.rem(jnp.maximum(last, 0), jnp.asarray(slots, last.dtype))
-    # Slots up to the newest token's are of this lap of a ring, those after it of the one before.
+    # In a ring, slots up to the newest token's belong to the current lap and later slots to the previous one.
     position = slot + (last - newest)
     position = jnp.where(slot > newest, position - slots, position)
     mask = (slot < jnp.minimum(length, slots)) & (position >= 0) & (position <= query)

@@ -1,10 +1,11 @@
-"""Decode attention on TPUs, through Pallas' Mosaic path.
+"""Decode attention kernel for TPUs, in Pallas's Mosaic dialect.
 
-The grid walks a row's slots block by block, all key heads at once. Which block comes next is read from the row's
-length: past the last one in use the index stays, and a block that is there already is not loaded again.
+The grid iterates over a row's slots block by block, with all key heads at once. The index maps compute the next block
+from the row's length. Past the last block in use the index stays constant, so Pallas does not load a block again.
 
-A register has 128 lanes. Heads that do not fill them are read with the slots in the lanes, as XLA lays such a cache out
-when it may choose; read the other way, half a cache of head_dim 64 would be padding, and it would be copied to be so.
+A register has 128 lanes. If head_dim is not a multiple of 128, the kernel reads the cache with the slots in the lanes,
+the layout that XLA chooses for such a cache. With head_dim in the lanes, half of a cache of head_dim 64 would be
+padding, and XLA would copy the cache to that layout.
 """
 
 import functools
@@ -18,20 +19,20 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.kernels.decode import slots as decode_slots
 
-# Large, finite: a difference of two of them is still finite.
+# Large, but the difference of two such values is finite.
 MASKED = -1e30
 LANES = 128
-_BLOCK_BYTES = 2**20  # of keys in one step; four such buffers, two for keys and two for values, are in VMEM
+_BLOCK_BYTES = 2**20  # keys per step; VMEM has four such buffers, two for keys and two for values
 _SCORES_BYTES = 2**20
 
 
 def slots_last(head_dim: int) -> bool:
-    """Whether the slots, and not a head's numbers, lie in the lanes."""
+    """Returns whether the slots, rather than the elements of a head, are in the lanes."""
     return head_dim % LANES != 0
 
 
 def block_length(kv_heads: int, queries: int, head_dim: int, itemsize: int, slots: int) -> int:
-    """Slots of one step: all, or a multiple of the lanes of a register."""
+    """Returns the number of slots per step: all slots, or a multiple of the 128 lanes."""
     a_slot = kv_heads * head_dim * itemsize
     most = min(_BLOCK_BYTES // a_slot, _SCORES_BYTES // (4 * kv_heads * max(queries, 8)), 1024)
     block = max(most // LANES * LANES, LANES)
@@ -39,7 +40,7 @@ def block_length(kv_heads: int, queries: int, head_dim: int, itemsize: int, slot
 
 
 def split_count(batch: int, slots: int, block: int) -> int:
-    """Two where a single row would leave the second core of a v4 or v5p idle."""
+    """Returns the splits per row: two for a single row, which would leave the second core of a v4 or v5p idle."""
     return 1 if batch > 1 or slots <= block else 2
 
 
@@ -57,14 +58,25 @@ def partials(
     softcap: float,
     interpret: bool,
 ) -> tuple[Float[Array, "B splits K R H"], Float[Array, "B splits K R"], Float[Array, "B splits K R"]]:
-    """(weighted values, maximum, sum) of each split, float32.
+    """Computes the partial attention of each split of a row's slots, for `combine` in `decode.api`.
 
     Args:
-      q: R queries of each key head, token by token.
-      scales: of keys and values in int8; empty where they are not.
-      tokens: new ones of each row.
+      q: R queries per key head, ordered by token.
+      k, v: Stacked caches.
+      lengths: Tokens of each row in the cache, including the new ones.
+      layer: Layer to read.
+      scales: Scales of keys and values of an int8 cache; empty for other caches.
+      tokens: New tokens per row.
+      window: Number of visible positions, including the query's own; 0 means all.
+      scale: Factor of q·k.
+      softcap: Applies c·tanh(score / c) before the mask; 0 disables it.
+      interpret: Runs the kernel in Pallas's interpreter.
+
+    Returns:
+      The weighted sum of values acc, the maximum m and the sum of weights l of each split, in float32.
+
     Raises:
-      ValueError: float16, which TPUs do not have.
+      ValueError: The dtype is float16, which TPUs do not support.
     """
     if jnp.float16 in (q.dtype, k.dtype):
         raise ValueError("TPUs have no float16: take bfloat16 or float32")
@@ -126,7 +138,7 @@ def partials(
             jax.ShapeDtypeStruct((B, splits, K, R, 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        # Of the layer that is read; XLA would count the stack.
+        # The cost of the layer that is read; XLA would count the whole stack.
         cost_estimate=pl.CostEstimate(
             flops=4 * B * K * R * S * H,
             transcendentals=B * K * R * S,
@@ -141,7 +153,7 @@ def partials(
 def _share(
     length: Any, split: Any, *, tokens: int, slots: int, window: int, block: int, splits: int
 ) -> tuple[Any, Any]:
-    """(first, end): blocks of one split, of those that the row uses."""
+    """Returns the block range [first, end) of one split, among the blocks that the row uses."""
     first, end = decode_slots.span(length, tokens, slots, window)
     first_block, end_block = jax.lax.div(first, block), jax.lax.div(end + (block - 1), block)
     share = jax.lax.div(end_block - first_block + (splits - 1), splits)
@@ -203,7 +215,7 @@ def _kernel(
         sum_ref[...] = sum_ref[...] * shrunk + weights.sum(-1, keepdims=True)
         values = v_ref[...].astype(q.dtype)
         if slots % block:
-            # What lies past the cache's end may be no number, and 0 times that is none either.
+            # Values read past the end of the cache may be NaN, and 0 · NaN is NaN.
             there = begin + jax.lax.broadcasted_iota(jnp.int32, (1, *values.shape[1:]), slot_dim) < slots
             values = jnp.where(there, values, jnp.zeros_like(values))
         if scale_refs:

@@ -1,7 +1,8 @@
-"""Writes the newest tokens of each row into a stacked cache on a TPU, in place.
+"""Kernel that writes the newest tokens of each row into a stacked cache on a TPU, in place.
 
-A scatter or an update of slices would do, but XLA lays the cache out for those, and not for the kernel that reads it:
-it then copies the whole cache in each layer. Here the slots around the new ones are read, changed and written back.
+With a scatter or `dynamic_update_slice`, XLA chooses the cache layout for that operation rather than for the attention
+kernel, and then copies the whole cache in each layer. This kernel reads, updates and writes back the tiles of slots
+around the new tokens.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ from jaxtyping import Array, Int
 
 from jaxllm.kernels.decode import tpu as decode_tpu
 
-_SUBLANES = 32  # a tile's rows, for numbers of one byte; of wider ones it has fewer
-_MOST_TOKENS = 128  # of a row in one call: all of them are in VMEM
+_SUBLANES = 32  # rows of a tile of 1-byte elements; tiles of wider elements have fewer
+_MOST_TOKENS = 128  # tokens per row and call; all of them are in VMEM
 _NOWHERE = -1
 
 
@@ -31,13 +32,18 @@ def write_tokens(
     *,
     interpret: bool = False,
 ) -> dict[str, Array]:
-    """The stacks, in the same memory, with each row's tokens in their slots of one layer.
+    """Writes each row's tokens into their slots of one layer and returns the stacks, in the same memory.
 
     Args:
-      stacks: keys and values [L, B, K, S, H], and their scales [L, B, K, S] where they are in int8.
-      tokens: the same names: [B, K, T, H], and [B, K, T] of scales; of their stacks' dtypes.
-      slot: one after another (S − 1 is followed by 0), and no slot twice; S for a token that is not written, which may
-        stand anywhere.
+      stacks: Keys and values [L, B, K, S, H] by name, and for an int8 cache also their scales [L, B, K, S].
+      tokens: New entries with the names and dtypes of `stacks`: [B, K, T, H], and [B, K, T] for scales.
+      layer: Layer to write.
+      slot: Slot of each token; S marks a token that is not written, at any index. The slots of a row's written tokens
+        are distinct and consecutive, with S − 1 followed by 0.
+      interpret: Runs the kernel in Pallas's interpreter.
+
+    Returns:
+      The updated stacks by name.
     """
     S = next(iter(stacks.values())).shape[3]
     slot = jnp.where(slot < S, slot, _NOWHERE)
@@ -56,9 +62,9 @@ def _write(
     S = next(iter(stacks.values())).shape[3]
     turned = [part.turn(stack) for part, stack in zip(parts, stacks.values(), strict=True)]
     news = [tokens[name].reshape(part.token) for part, name in zip(parts, stacks, strict=True)]
-    # The slot that all others follow: of the tokens that are written, the first.
+    # Slot of the first written token of each row.
     first = jnp.take_along_axis(slot, jnp.argmax(slot != _NOWHERE, axis=1)[:, None], axis=1)[:, 0]
-    # As many steps as the array of the narrowest tiles takes; the others are written again, the same.
+    # The array with the narrowest tiles determines the steps; the other arrays write their last tile again, unchanged.
     steps = max(part.tiles(T, S) for part in parts)
 
     def tile(part: "_Part") -> pl.BlockSpec:
@@ -87,7 +93,7 @@ def _write(
             out_specs=tiles,
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in turned],
-        # Counted with the two scalar arguments and the slots.
+        # Input indices count the two scalar arguments and the slots first.
         input_output_aliases={3 + len(parts) + i: i for i in range(len(parts))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
@@ -99,13 +105,13 @@ def _write(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """How one of the arrays is written.
+    """Block shapes and layout with which the kernel writes one of the arrays.
 
     Attributes:
-      block: of a row: what is read around slots and written back.
-      slot_dim: of the block, in which the slots are; it has `width` of them.
-      token: the new numbers of all rows: of one token a row, as they are broadcast against the block.
-      swaps: whether the slots stand last while the kernel runs, and elsewhere in the stack.
+      block: Shape of the tile of one row that is read, updated and written back.
+      slot_dim: Dimension of `block` that contains the slots; its size is `width`.
+      token: Shape of the new entries of all rows; for one token per row it broadcasts against the block.
+      swaps: Whether the kernel uses the stack transposed, with the slots last.
     """
 
     block: tuple[int, ...]
@@ -122,7 +128,7 @@ class _Part:
         return math.prod(self.block)
 
     def tiles(self, tokens: int, slots: int) -> int:
-        """Tiles that so many slots one after another may lie in; one more where they pass the end of a ring."""
+        """Returns the most tiles that `tokens` consecutive slots can touch, including a wrap around a ring's end."""
         return min(pl.cdiv(tokens - 1, self.width) + (2 if tokens > 1 else 1), pl.cdiv(slots, self.width))
 
     def turn(self, stack: Array) -> Array:
@@ -141,7 +147,7 @@ def _part(stack: Array, tokens: int) -> _Part:
 
 
 def _tile(first: Any, step: Any, part: _Part, tokens: int, slots: int) -> Any:
-    """Which tile of a row a step writes: from the first slot's on, around the ring; past the last it stays."""
+    """Returns the tile of a row that a step writes: from the first slot's tile on, around the ring, up to the last."""
     at = jax.lax.div(jnp.maximum(first, 0), part.width)
     return jax.lax.rem(at + jnp.minimum(step, part.tiles(tokens, slots) - 1), pl.cdiv(slots, part.width))
 
@@ -163,7 +169,7 @@ def _kernel(
 
 
 def _move(begin: Any, slot: Int[Array, "1 T"], new_ref: Any, old_ref: Any, out_ref: Any, part: _Part) -> None:
-    """Tokens to their slots, by a product with a matrix of ones and zeros: each sum has one number in it."""
+    """Scatters tokens into their slots by a matmul with a 0/1 matrix; each sum has at most one nonzero term."""
     dtype = out_ref.dtype
     wide = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -1,1 +1,1 @@
-"""Flash attention in Pallas for GPUs and TPUs."""
+"""FlashAttention kernels in Pallas for GPUs and TPUs."""

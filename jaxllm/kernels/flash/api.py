@@ -1,6 +1,7 @@
-"""Attention without its matrix of scores, forward and backward: memory grows with the length, not with its square.
+"""Flash attention, forward and backward, without materializing the score matrix: memory is linear in the length.
 
-FlashAttention-2 (Dao 2023) in Pallas. Between the passes wait the inputs, the output and a float32 a query and head.
+This is FlashAttention-2 (Dao 2023) in Pallas. The saved activations are the inputs, the output and the lse, one float32
+per query and head.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from jaxllm.kernels.flash import triton as flash_triton
 from jaxllm.kernels.flash.tile import Inputs, Rule
 from jaxllm.kernels.flash.tile_sizes import Tiles, tiles_for
 
-# Of each platform by the name of its compiler path, the default first: the kernels (forward, backward).
+# Kernels (forward, backward) by platform and backend; a platform's first backend is its default.
 BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
     "gpu": {
         "triton": (flash_triton.forward, flash_triton.backward),
@@ -33,7 +34,7 @@ BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = 
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """Which kernels run, and how; static."""
+    """Static selection of the kernels, their tiles and interpret mode."""
 
     platform: str
     backend: str
@@ -57,29 +58,37 @@ def flash_attention(
     blocks: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q·k·scale)) · v over the keys that a query sees; `reference.attention` by another order of sums.
+    """Computes softmax(cap(q·k·scale)) · v over the visible keys; equals `reference.attention` up to summation order.
 
-    Places are counted by index: query t stands at t + S - T. This is `reference.attention_mask` wherever positions
-    grow by one from token to token within a segment, as they do in training and in a prefill without padding between
+    Positions are array indices: query t has position t + S - T. The mask equals `reference.attention_mask` if positions
+    increase by one from token to token within a segment, as in training and in a prefill without padding between
     tokens. Query head n uses key head n // (N / K). Scores, softmax and all sums are float32; weights are rounded to
-    the inputs' type before they meet values. A query that sees no key gets 0, and gives no gradients.
+    the input dtype before the matmul with v. A query without visible keys has output 0 and contributes no gradients.
 
-    Under `jax.checkpoint` the output is named "attn_context" and log(sum(exp(scores))) "attn_lse": a policy that keeps
-    both need not run the forward kernel again.
+    Under `jax.checkpoint` the output is named "attn_context" and lse = log(sum(exp(scores))) is named "attn_lse". If a
+    policy saves both, the forward kernel is not recomputed.
 
     Args:
-      q_segments, k_segments: tokens see their own segment only; padding (0) is a segment like others. Both or neither.
-      causal: a query sees no key after its own place.
-      window: keys at a distance below it are seen, so a query's own is the first; 0 is all. Where not causal, it
-        reaches as far ahead as back.
-      softcap: c·tanh(score / c) before the mask (Gemma 2); 0 is none.
-      platform: whose kernels: "gpu" or "tpu".
-      backend: which of a GPU's: "triton", for all of them and the default, or "mosaic_gpu", for Hopper: its output is
-        by a kernel of `flash_mosaic_gpu`, its gradients by Triton's.
-      blocks: sizes of the kernels' tiles; None: those of `flash_blocks`.
-      interpret: run them as plain JAX, on any device; slow, for tests.
+      q: Queries.
+      k, v: Keys and values.
+      q_segments, k_segments: Segment of each token; tokens attend within their segment, and padding (0) is a segment
+        like any other. Give both or neither.
+      causal: Whether keys after the query's position are masked.
+      window: Keys at a distance below this are visible (the query's own has distance 0); 0 means no limit. If not
+        causal, the window extends equally in both directions.
+      scale: Factor of q·k.
+      softcap: Applies c·tanh(score / c) before the mask (Gemma 2); 0 disables it.
+      platform: Platform of the kernels, "gpu" or "tpu".
+      backend: GPU backend: "triton", the default, for all GPUs, or "mosaic_gpu" for Hopper, which combines the forward
+        kernel of `flash_mosaic_gpu` with Triton's backward kernels.
+      blocks: Tile sizes of the kernels; None selects those of `tiles_for`.
+      interpret: Runs the kernels in Pallas's interpreter, on any device; slow, for tests.
+
+    Returns:
+      The attention output.
+
     Raises:
-      UserError: shapes or types that the kernels cannot do; there is no silent fallback.
+      UserError: The platform, backend, shapes or dtypes are not supported; there is no silent fallback.
     """
     _require(q, k, v, q_segments, k_segments, window, softcap, platform)
     backend = backend or next(iter(BACKENDS[platform]))
@@ -121,7 +130,11 @@ def _require(
     softcap: float,
     platform: str,
 ) -> None:
-    """Raises UserError for what the kernels cannot do."""
+    """Checks the arguments of `flash_attention`.
+
+    Raises:
+      UserError: The kernels do not support them.
+    """
     if platform not in BACKENDS:
         raise UserError(f"attention kernels are for {' and '.join(BACKENDS)}, not {platform!r}; use implementation=xla")
     B, T, N, H = q.shape

@@ -1,13 +1,14 @@
-"""The output of flash attention on NVIDIA's Hopper, through Pallas's Mosaic-GPU path.
+"""Flash attention forward kernel for NVIDIA Hopper, in Pallas's Mosaic GPU dialect.
 
-FlashAttention-3 (Shah et al. 2024): of a block's warp groups of 128 threads the last only asks the copy engine (TMA)
-for keys and values, `stages` tiles ahead; each of the others multiplies its own queries on the tensor cores (wgmma).
-Two of them take turns, so that one's softmax runs while the other multiplies. A tile in shared memory is handed over
-by two barriers: `ready`, on which the copy arrives, and `free`, on which each group arrives when it has read it.
+FlashAttention-3 (Shah et al. 2024): a block has several warpgroups of 128 threads. The last one is the producer, which
+issues TMA copies of keys and values `stages` tiles ahead. The others are consumers; each runs the matmuls of its own
+queries on the tensor cores (wgmma). Two consumers alternate, so the softmax of one overlaps with the matmuls of the
+other. Two barriers synchronize each tile in shared memory: the copy arrives on `ready`, and each consumer arrives on
+`free` after reading the tile.
 
-The gradients' kernels are `flash_triton`'s. Only Hopper (compute capability 9.0) has wgmma: elsewhere this kernel
-fails. It wants CUDA 12.9.1 or later: JAX's own kernel of this kind refuses causal masks with 12.8.0 to 12.9.0, whose
-assembler miscompiles them.
+The backward kernels are those of `flash.triton`. Only Hopper (compute capability 9.0) has wgmma; this kernel fails on
+other GPUs. It requires CUDA 12.9.1 or later: JAX's own kernel of this kind rejects causal masks with 12.8.0 to 12.9.0,
+whose assembler miscompiles them.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 HEADS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
-_ROWS = 64  # of a wgmma product, and so of each group's queries
+_ROWS = 64  # rows of a wgmma, and therefore queries per consumer
 _GROUP_WARPS = 4
-# Registers a thread by how many groups multiply: (theirs, those of the group that only copies, which gives most of its
-# own away). All threads have 65,536 between them.
+# Registers per thread (consumer, producer) by number of consumers; the producer releases most of its registers. All
+# threads of a block share 65,536.
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
 _SWIZZLE_BYTES = 128
 
@@ -43,12 +44,15 @@ def forward(
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """The output, and log(sum(exp(scores))) of each row.
+    """Computes attention with the forward kernel.
 
-    Lengths that are not whole tiles are padded, at the cost of copies.
+    Lengths that are not multiples of the tile are padded, which copies the inputs.
+
+    Returns:
+      The attention output, and lse = log(sum(exp(scores))) of each row.
 
     Raises:
-      UserError: a head_dim or type that it has not got, or a tile that the groups cannot share.
+      UserError: The head_dim, dtype or tile is not supported.
     """
     (B, T, N, H), dtype, tile = inputs.q.shape, inputs.q.dtype, tiles.forward
     groups = _require(H, dtype, tile)
@@ -72,7 +76,7 @@ def forward(
         grid_names=("head", "tile", "batch"),
         num_threads=groups + 1,
         thread_name="group",
-        # The quick tanh is off by 5e-4, which a cap of 30 makes 1.5 % of a weight.
+        # The approximate tanh has an error of 5e-4; with a softcap of 30 that is 1.5 % of a weight.
         compiler_params=plgpu.CompilerParams(approx_math=not rule.softcap),
         interpret=_interpreter() if interpret else None,
     )(*operands)
@@ -80,7 +84,11 @@ def forward(
 
 
 def _require(head_dim: int, dtype: Any, tile: Tile) -> int:
-    """The number of groups that multiply."""
+    """Checks the arguments of the kernel and returns the number of consumer warpgroups.
+
+    Raises:
+      UserError: The head_dim, dtype or tile is not supported.
+    """
     if head_dim not in HEADS or str(jnp.dtype(dtype)) not in DTYPES:
         raise UserError(
             f"the Mosaic-GPU attention kernel takes head_dim {', '.join(map(str, HEADS))} in {' or '.join(DTYPES)}, "
@@ -101,7 +109,7 @@ def _pad(x: Array, axis: int, block: int) -> Array:
 
 
 def _interpreter() -> Any:
-    # JAX 0.10 has it, but not under a public name yet.
+    # JAX 0.10 does not export it under a public name.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams(detect_races=True)
@@ -109,7 +117,11 @@ def _interpreter() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Machine:
-    """What JAX's interpreter of these kernels has not got: products of registers, and where numbers lie in them."""
+    """Operations that JAX's interpreter for these kernels lacks: wgmma on registers, and register layouts.
+
+    Attributes:
+      real: Whether the kernel is compiled for a GPU; False simulates these operations for the interpreter.
+    """
 
     real: bool
 
@@ -117,19 +129,19 @@ class _Machine:
         return plgpu.layout_cast(x, layout) if self.real else x
 
     def rows(self, x: Array) -> Array:
-        """[rows]: one number for each row of a product."""
+        """Casts [rows] to the register layout of row statistics: one element per row of a wgmma result."""
         return self.placed(x, plgpu.Layout.WGMMA.reduce(1))
 
     def columns(self, x: Array) -> Array:
-        """[columns]: one number for each column of a product."""
+        """Casts [columns] to the register layout with one element per column of a wgmma result."""
         return self.placed(x, plgpu.Layout.WGMMA.reduce(0))
 
     def product(self, x: Array) -> Array:
-        """[rows, columns] as the tensor cores leave it."""
+        """Casts [rows, columns] to the register layout of a wgmma result."""
         return self.placed(x, plgpu.Layout.WGMMA)
 
     def scores(self, q_ref: Any, k_ref: Any, meanwhile: Callable[[], None]) -> Array:
-        """q·k of [64, H] and [n, H] in shared memory; `meanwhile` runs once the product is under way."""
+        """Computes q·k of [64, H] and [n, H] in shared memory; calls `meanwhile` after issuing the matmul."""
         if not self.real:
             meanwhile()
             return self._simulated(q_ref[...], k_ref, 1)
@@ -142,25 +154,29 @@ class _Machine:
         return pl.run_scoped(multiply, plgpu.ACC((q_ref.shape[0], k_ref.shape[0]), jnp.float32))
 
     def add(self, total: Array, weights: Array, v_ref: Any) -> Array:
-        """total + weights · v, of which v is in shared memory."""
+        """Returns total + weights · v, with v in shared memory."""
         if not self.real:
             return total + self._simulated(weights, v_ref, 0)
         return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.ACC.init(total))
 
     def _simulated(self, a: Array, b_ref: Any, contracted: int) -> Array:
         b = b_ref[...]
-        # The tensor cores read as the copy engine writes; what threads read themselves has to be fenced from it.
+        # wgmma and TMA share the async proxy; reads by the threads need a fence against TMA writes.
         plgpu.commit_smem()
         return lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 class _Scratch(NamedTuple):
-    """Of a block, in shared memory: queries (in whose place the output is put), tiles of keys and values, and barriers.
+    """Shared memory and barriers of one block: queries, tiles of keys and values, and barriers.
 
     Attributes:
-      lse: of each group.
-      q_segments, k_segments: None where there are none.
-      turn: at which two groups meet, to take turns; None of one.
+      q: Queries of each consumer; the output overwrites them.
+      k, v: Tiles of keys and values, one per stage.
+      lse: lse of each consumer's queries.
+      q_segments, k_segments: Segments of q and k; None if there are none.
+      q_ready, k_ready, v_ready: Barriers on which the copies arrive.
+      k_free, v_free: Barriers on which consumers arrive after reading a tile.
+      turn: Barrier that makes two consumers alternate; None for any other number of consumers.
     """
 
     q: Any
@@ -183,7 +199,7 @@ def _scratch(tile: Tile, head_dim: int, dtype: Any, groups: int, segmented: bool
     keys = plgpu.SMEM((tile.stages, tile.keys, head_dim), dtype, transforms=transforms)
     ready = plgpu.Barrier(num_barriers=tile.stages)
     free = plgpu.Barrier(num_barriers=tile.stages, num_arrivals=groups)
-    # The copies of segments arrive on the barriers of the queries' and keys'.
+    # Segment copies arrive on the same barriers as the copies of queries and keys.
     copies = 2 if segmented else 1
     return _Scratch(
         q=plgpu.SMEM((groups, _ROWS, head_dim), dtype, transforms=transforms),
@@ -204,13 +220,13 @@ def _scratch(tile: Tile, head_dim: int, dtype: Any, groups: int, segmented: bool
 def _block(
     refs: tuple[Any, ...], scratch: _Scratch, *, rule: Rule, tile: Tile, group: int, last: int, machine: _Machine
 ) -> None:
-    """What one block of threads does: the output of `tile.queries` queries of a head."""
+    """Computes the output of `tile.queries` queries of one head in one thread block."""
     q_ref, k_ref, v_ref, *segment_refs, out_ref, lse_ref = refs
     q_segments_ref, k_segments_ref = segment_refs or (None, None)
     b, n, worker = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
-    # Under a causal mask the last queries have the most to do: they begin first.
+    # Under a causal mask the last queries have the most work, so they start first.
     start = (last - lax.axis_index("tile")) * tile.queries
-    # All groups go through the tiles that any of them needs: they take turns, and so must not end apart.
+    # All consumers iterate over the union of their tiles: they alternate, so they need equal iteration counts.
     spans = key_spans(rule, start, tile, scratch.q_segments is not None)
     begin, end = spans[0][0], spans[-1][1]
     groups = tile.queries // _ROWS
@@ -247,7 +263,7 @@ def _block(
             plgpu.barrier_wait(scratch.v_free.at[slot])
 
         lax.fori_loop(begin, end, fetch, None)
-        # No barrier ends with an arrival that nobody waited for.
+        # Every arrival on a barrier must be waited for before the kernel ends.
         lax.fori_loop(jnp.maximum(begin, end - tile.stages), end, drain, None)
 
     @pl.when(worker < groups)
@@ -292,7 +308,7 @@ def _step(
     rule: Rule,
     machine: _Machine,
 ) -> tuple[Array, Array, Array]:
-    """One tile of keys, for the 64 queries of a group that begin at `first`."""
+    """Processes one tile of keys for the 64 queries of a consumer that start at `first`."""
     total, high, summed = carry
     worker = lax.axis_index("group")
     stages, keys = scratch.k.shape[:2]
@@ -312,7 +328,7 @@ def _step(
         if scratch.q_segments is not None:
             row_segments = _across(machine.rows(scratch.q_segments[worker]), shape)
             column_segments = _down(machine.columns(scratch.k_segments[slot]), shape)
-            plgpu.commit_smem()  # read by the threads, and then written by the copy engine
+            plgpu.commit_smem()  # fences the reads by the threads from the next TMA write
         bits = jnp.where(rule.visible(rows, columns, row_segments, column_segments), bits, HIDDEN)
     plgpu.barrier_arrive(scratch.k_free.at[slot])
     new_high = jnp.maximum(high, bits.max(1))

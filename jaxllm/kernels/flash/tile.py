@@ -1,6 +1,6 @@
-"""One tile of attention scores: which tiles there are, what a tile's queries see, and the arithmetic on it.
+"""Tiles of attention scores: which tiles exist, their masks, and the arithmetic on them.
 
-Both platforms' kernels are loops over these tiles; they differ in how a tile gets to the processor.
+The GPU and TPU kernels loop over the same tiles; they differ in how they load a tile.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
-# Of a key that is not seen. A row's maximum begins far above it and far below any real score, so that the weight
-# exp2(HIDDEN - maximum) is 0 even in a row that sees nothing; all three are finite in float32.
+# HIDDEN is the score of a masked key. LEAST, the initial row maximum m, is far above it and far below any real score,
+# so the weight exp2(HIDDEN - m) is 0 even in a fully masked row. All three constants are finite in float32.
 HIDDEN = -1e30
 LEAST = -1e20
-# Log of the sum of a row that sees nothing: its weights in the backward pass are exp2 of about -1e30.
+# lse of a fully masked row: the weights of such a row in the backward pass are exp2 of about -1e30, which is 0.
 EMPTY = 1e30
 
 Index = Int[Array, ""] | int
 
 
 class Inputs(NamedTuple):
-    """What attention is of; segments of both queries and keys, or of neither."""
+    """Inputs of attention: q, k, v and optional segments, given for both queries and keys or for neither."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B K S H"]
@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads that read the same key head."""
+        """Number of query heads per key head."""
         return self.q.shape[2] // self.k.shape[1]
 
     @property
@@ -43,23 +43,23 @@ class Inputs(NamedTuple):
 
 
 def losses(out: Float[Array, "B T N H"], change: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
-    """What the change of each of a row's weights loses to the normalisation: the output along its own change."""
+    """Returns delta = rowsum(dO * O) of FlashAttention's backward pass, in float32; `change` is dO."""
     return jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What attention is asked for; static.
+    """Static attention parameters: lengths, mask, scale and softcap.
 
-    Query t stands at t + keys - queries, so that the last query stands at the last key.
+    Query t has position t + keys - queries, so the last query is aligned with the last key.
 
     Attributes:
-      queries, keys: lengths T and S.
-      causal: a query sees no key after its own place.
-      window: keys nearer than this are seen (a query's own is at distance 0); 0 is all. Where it is not causal, the
-        window reaches as far ahead as back.
-      scale: of q·k.
-      softcap: c·tanh(score / c); 0 is none.
+      queries, keys: Sequence lengths T and S.
+      causal: Whether keys after the query's position are masked.
+      window: Keys at a distance below this are visible (the query's own has distance 0); 0 means no limit. If not
+        causal, the window extends equally in both directions.
+      scale: Factor of q·k.
+      softcap: Applies c·tanh(score / c); 0 disables it.
     """
 
     queries: int
@@ -74,7 +74,7 @@ class Rule:
         return self.keys - self.queries
 
     def keys_of(self, first: Index, end: Index) -> tuple[Index, Index]:
-        """[first, end) of the keys that queries [first, end) can see; empty where the end is not after the first."""
+        """Returns the range [low, high) of keys visible to queries [first, end); empty if high <= low."""
         low: Index = 0
         high: Index = self.keys
         if self.window:
@@ -86,7 +86,7 @@ class Rule:
         return low, high
 
     def queries_of(self, first: Index, end: Index) -> tuple[Index, Index]:
-        """[first, end) of the queries that can see keys [first, end)."""
+        """Returns the range [low, high) of queries to which keys [first, end) are visible; empty if high <= low."""
         low: Index = 0
         high: Index = self.queries
         if self.causal:
@@ -104,7 +104,7 @@ class Rule:
         row_segments: Int[Array, "..."] | None,
         column_segments: Int[Array, "..."] | None,
     ) -> Bool[Array, "..."]:
-        """Which of a tile's scores count, keys past the end left out. Arguments broadcast against each other."""
+        """Returns the mask of a tile's scores, which excludes keys past the end; the arguments broadcast."""
         shown = (columns < self.keys) & (rows >= 0)
         distance = rows + self.offset - columns
         if self.causal:
@@ -118,13 +118,13 @@ class Rule:
         return shown
 
     def bits(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Scores of q·k in units of which exp2 is the weight: capped, and times log2(e)."""
+        """Converts q·k to softcapped scores in base 2, that is times log2(e), so that exp2 gives the weights."""
         if self.softcap:
             return jnp.tanh(products * (self.scale / self.softcap)) * (self.softcap * LOG2_E)
         return products * (self.scale * LOG2_E)
 
     def slope(self, bits: Float[Array, "..."], change: Float[Array, "..."]) -> Float[Array, "..."]:
-        """A change of the capped score as one of q·k·scale: times the cap's derivative, 1 - tanh²."""
+        """Converts a gradient of the capped score to one of q·k·scale: times the softcap's derivative, 1 - tanh²."""
         if not self.softcap:
             return change
         tanh = bits * (1 / (self.softcap * LOG2_E))
@@ -132,18 +132,18 @@ class Rule:
 
 
 def key_head(head: Index, group: int) -> Index:
-    """Which key head a query head reads; `group` query heads read the same."""
+    """Returns the key head of a query head; each key head serves `group` query heads."""
     return _quotient(head, group)
 
 
 def blocks_of(span: tuple[Index, Index], block: int) -> tuple[Index, Index]:
-    """[first, end) of the blocks in which a span lies; neither is negative."""
+    """Returns the range [first, end) of blocks that contain a span of elements; both bounds are nonnegative."""
     low, high = span
     return _quotient(low, block), _quotient(_most(high, 0) + block - 1, block)
 
 
 def _quotient(value: Index, block: int) -> Index:
-    """Of a value that is not negative: lax.div truncates, in one instruction."""
+    """Divides a nonnegative value, for which truncating lax.div is exact floor division in one instruction."""
     return value // block if isinstance(value, int) else lax.div(value, block)
 
 

@@ -1,12 +1,11 @@
-"""Flash attention for TPU, through Mosaic.
+"""Flash attention kernels for TPUs, in Pallas's Mosaic dialect.
 
-The same tiles as `flash_triton`, but a TPU runs a kernel's grid in order on one core, so that sums wait in scratch
-memory from one step of the innermost dimension to the next. That dimension counts the tiles that the mask leaves to a
-block, not all there are. A step past a block's last tile does nothing, and fetches nothing, since its block is the one
-that is there already.
+The tiles are those of `flash.triton`. A TPU core runs the grid in order, so partial sums stay in scratch memory between
+steps of the innermost grid dimension. That dimension covers only the tiles of a block that are not fully masked. A step
+past a block's last tile computes nothing, and loads nothing because its block index does not change.
 
-What is one number a query (segment, lse, delta) comes as a row [1, T], which is compact in memory; where a tile needs
-it down its side, it is turned once a block, in scratch.
+Values with one element per query (segment, lse, delta) are passed as rows [1, T], which are compact in memory. If a
+tile needs them as a column, they are transposed into scratch once per block.
 """
 
 import functools
@@ -44,7 +43,11 @@ def forward(
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """The output, and log(sum(exp(scores))) of each row."""
+    """Computes attention with the forward kernel.
+
+    Returns:
+      The attention output, and lse = log(sum(exp(scores))) of each row.
+    """
     q, k, v, q_segments, k_segments = inputs
     (B, T, N, H), G = q.shape, inputs.group
     tile = _fit(tiles.forward, rule)
@@ -71,7 +74,7 @@ def backward(
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Gradients of q, k and v from that of the output."""
+    """Computes the gradients of q, k and v from the output gradient `change` (dO)."""
     q, k, v, q_segments, k_segments = inputs
     (B, T, N, H), (_, K, S, _), G = q.shape, k.shape, inputs.group
     delta = losses(out, change)
@@ -118,7 +121,7 @@ def backward(
 
 
 def _scratch(tile: Tile, head_dim: int) -> Sequence[Any]:
-    """A sum for each query, two of its numbers, and its segment."""
+    """Returns scratch shapes for a block of queries: a float32 sum [queries, H], two row statistics and the segment."""
     return [
         pltpu.VMEM((tile.queries, head_dim), jnp.float32),
         *[pltpu.VMEM((tile.queries, LANES), jnp.float32)] * 2,
@@ -127,10 +130,10 @@ def _scratch(tile: Tile, head_dim: int) -> Sequence[Any]:
 
 
 class _Specs:
-    """Blocks of a grid: of [B, heads, length, H], of [B, N, 1, T], and of segments [B, 1, length]."""
+    """Block specs of a grid: for [B, heads, length, H], [B, N, 1, T] and segments [B, 1, length] arrays."""
 
     def __init__(self, tile: Tile, head_dim: int, query: Callable[..., Any], key: Callable[..., Any]) -> None:
-        """query, key: the (head, block) of a step of the grid."""
+        """Builds the specs from `query` and `key`, which map a grid step to (head, block)."""
 
         def rows(b: Index, *step: Index) -> tuple[Index, ...]:
             head, block = query(*step)
@@ -178,7 +181,7 @@ def _row(segments: Array | None) -> Array | None:
 
 
 def _fit(tile: Tile, rule: Rule) -> Tile:
-    """No longer than the sequences need, in whole lanes."""
+    """Limits the tile to the sequence lengths, rounded up to multiples of 128 lanes."""
     lengths = zip((tile.queries, tile.keys), (rule.queries, rule.keys), strict=True)
     return Tile(*(min(size, pl.cdiv(length, LANES) * LANES) for size, length in lengths))
 
@@ -198,7 +201,7 @@ def _query_tiles(rule: Rule, tile: Tile, j: Index) -> tuple[Index, Index]:
 
 
 def _most_keys(rule: Rule, tile: Tile) -> int:
-    """Steps of the innermost dimension; one at least, in which an output is written."""
+    """Returns the steps of the innermost grid dimension: at least one, because the last step writes the output."""
     spans = (_key_tiles(rule, tile, i) for i in range(pl.cdiv(rule.queries, tile.queries)))
     return max(1, *(int(high - low) for low, high in spans))
 
@@ -305,7 +308,7 @@ def _dq_kernel(
         mask = _visible(rule, tile, i, low + j, segments_ref, k_segments_ref)
         weights = jnp.exp2(jnp.where(mask, bits, HIDDEN) - high_ref[:, :1])
         products = _dot(change_ref[...], v_ref[...], (1, 1)) - lost_ref[:, :1]
-        # What was read past the end may be anything.
+        # Values read past the end are undefined.
         scores = jnp.where(mask, rule.slope(bits, weights * products), 0.0)
         total_ref[...] += _dot(scores.astype(k.dtype), k, (1, 0))
 
@@ -346,7 +349,7 @@ def _dkv_kernel(
 
     @pl.when(i < end)
     def step() -> None:
-        # Keys down, queries along: the queries' numbers are rows already.
+        # Scores are [keys, queries], so lse and delta can stay rows.
         q = _clean(q_ref[...], i * tile.queries, rule.queries)
         change = _clean(change_ref[...], i * tile.queries, rule.queries)
         bits = rule.bits(_dot(k_ref[...], q, (1, 1)))
@@ -366,8 +369,11 @@ def _dkv_kernel(
 def _visible(
     rule: Rule, tile: Tile, i: Index, j: Index, row_segments: Any, column_segments: Any, turned: bool = False
 ) -> Array:
-    """The mask of a tile, queries down and keys along, or `turned`. What runs along is a row, what runs down a column
-    of scratch; `column_segments` is None where there are no segments."""
+    """Returns the mask of a tile as [queries, keys], or as [keys, queries] if `turned`.
+
+    Segments along the second dimension are a row; those along the first are a column of scratch. `row_segments` belong
+    to queries and `column_segments` to keys; either is None if there are no segments.
+    """
     shape, (down, along) = ((tile.keys, tile.queries), (1, 0)) if turned else ((tile.queries, tile.keys), (0, 1))
     rows = i * tile.queries + lax.broadcasted_iota(jnp.int32, shape, down)
     columns = j * tile.keys + lax.broadcasted_iota(jnp.int32, shape, along)
@@ -381,12 +387,12 @@ def _visible(
 
 
 def _column(row: Array) -> Array:
-    """[1, n] turned to [n, LANES], the same along the lanes."""
+    """Transposes a row [1, n] to [n, LANES], broadcast over the lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def _clean(rows: Array, first: Index, length: int) -> Array:
-    """Zeros for rows past the end, where anything may have been read: 0 times it need not be 0."""
+    """Zeroes rows past the end, whose undefined values could be NaN or infinite and survive a zero weight."""
     if length % rows.shape[0] == 0:
         return rows
     index = first + lax.broadcasted_iota(jnp.int32, rows.shape, 0)
@@ -394,7 +400,7 @@ def _clean(rows: Array, first: Index, length: int) -> Array:
 
 
 def _dot(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
-    # In float32 the unit would round its inputs to 8 bits.
+    # At default precision the matmul unit would round float32 inputs to 8 significant bits.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,9 +1,9 @@
-"""Flash attention for NVIDIA, through Pallas's Triton path.
+"""Flash attention kernels for NVIDIA GPUs, in Pallas's Triton dialect.
 
-FlashAttention-2 (Dao 2023): each program owns a block of queries (or, for the gradients of keys and values, a block of
-keys and its group of query heads), and loops over the tiles that its mask leaves. Nothing is added up across programs,
-so that the same inputs give the same bits. Triton's tensors are powers of two: heads of other sizes, and the ends of
-sequences, are masked when they are loaded and stored.
+FlashAttention-2 (Dao 2023): each program processes a block of queries (or, for the gradients of keys and values, a
+block of keys with its group of query heads) and loops over the tiles that are not fully masked. There are no reductions
+across programs, so results are bitwise deterministic. Triton tensor dimensions are powers of two; loads and stores are
+masked for other head sizes and at the ends of sequences.
 """
 
 import functools
@@ -29,7 +29,11 @@ def forward(
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """The output, and log(sum(exp(scores))) of each row."""
+    """Computes attention with the forward kernel.
+
+    Returns:
+      The attention output, and lse = log(sum(exp(scores))) of each row.
+    """
     (B, T, N, H), dtype = inputs.q.shape, inputs.v.dtype
     tile, dot = tiles.forward, _product(dtype, interpret)
     last, in_specs, queries, statistics = _by_queries(inputs, tile)
@@ -54,7 +58,7 @@ def backward(
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Gradients of q, k and v from that of the output."""
+    """Computes the gradients of q, k and v from the output gradient `change` (dO)."""
     (B, _, N, H), (_, K, S, _), G = inputs.q.shape, inputs.k.shape, inputs.group
     dot = _product(inputs.q.dtype, interpret)
     operands = (*inputs, change, lse, losses(out, change))
@@ -95,7 +99,7 @@ def backward(
 
 
 class _Layout:
-    """Lengths and head dimension rounded up to what tiles are made of."""
+    """Padded sizes: lengths rounded up to whole tiles, head_dim to a power of two."""
 
     def __init__(self, inputs: Inputs, tile: Tile) -> None:
         self.T = pl.cdiv(inputs.q.shape[1], tile.queries) * tile.queries
@@ -104,8 +108,13 @@ class _Layout:
 
 
 def _by_queries(inputs: Inputs, tile: Tile) -> tuple[int, Sequence[Any], pl.BlockSpec, pl.BlockSpec]:
-    """Where each program owns a block of queries: the last block, the inputs' specs, and those of [B, T, N, H] and
-    [B, N, T]. Under a causal mask the last queries have the most to do, and begin first."""
+    """Builds the block specs of a grid with one block of queries per program.
+
+    Blocks run in reverse order: under a causal mask the last queries have the most work, so they start first.
+
+    Returns:
+      The index of the last block, the input specs, and the specs of [B, T, N, H] and [B, N, T] arrays.
+    """
     layout, group = _Layout(inputs, tile), inputs.group
     last = pl.cdiv(inputs.q.shape[1], tile.queries) - 1
     queries = pl.BlockSpec((None, tile.queries, None, layout.H), lambda i, n, b: (b, last - i, n, 0))
@@ -256,7 +265,7 @@ def _dkv_kernel(
             change = _Rows(change_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
             lse = plgpu.load(lse_ref.at[g, here], mask=rows < rule.queries, other=EMPTY) * LOG2_E
             delta = plgpu.load(delta_ref.at[g, here], mask=rows < rule.queries, other=0.0)
-            # Keys down, queries along: what meets the changes and queries below is not turned first.
+            # Scores are [keys, queries], so the matmuls with change and q below need no transpose.
             bits = rule.bits(_inner(dot, k, q))
             shown = bits
             if masked:
@@ -285,9 +294,9 @@ def _along(segments: Int[Array, " n"] | None) -> Int[Array, "1 n"] | None:
 
 
 def _product(dtype: DTypeLike, interpret: bool) -> Callable[..., Array]:
-    """A function (a, b, (contracted dimension of each)) -> their product in float32."""
-    # Tensor cores round float32 to 10 bits; three products of parts of the numbers make good what is lost. It is
-    # NVIDIA's way alone, so that the interpreter has to take its own.
+    """Returns a function (a, b, (contracted dimension of a, of b)) -> matmul in float32."""
+    # Tensor cores round float32 to a 10-bit mantissa (TF32); three matmuls of partial values restore the precision. The
+    # algorithm exists only on NVIDIA GPUs, so interpret mode uses another one.
     exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = exact if dtype == jnp.float32 else None
 
@@ -299,10 +308,10 @@ def _product(dtype: DTypeLike, interpret: bool) -> Callable[..., Array]:
 
 
 class _Rows:
-    """Rows [first, first + count) of which `left` are there; zeros for the others and past the head dimension.
+    """Rows [first, first + count) of a ref, of which `left` are valid; zeros elsewhere and past head_dim.
 
-    Where a product takes them in parts, memory is read at each use: what a loop would hold from one turn to the next
-    is what does not fit into registers.
+    If `depth` is set, every use loads the chunks from memory again, because rows kept across loop iterations would not
+    fit into registers.
     """
 
     def __init__(
@@ -325,14 +334,14 @@ class _Rows:
 
 
 def _inner(dot: Callable[..., Array], a: _Rows, b: _Rows) -> Float[Array, "a b"]:
-    """Products of each row of a with each of b: at once, or summed over parts of the head dimension."""
+    """Computes the matmul of a with b transposed, in one step or summed over chunks of the head dimension."""
     if not a.depth:
         return dot(a.whole(), b.whole(), (1, 1))
 
     def add(index: Index, total: Array) -> Array:
         return total + dot(a.part(index), b.part(index), (1, 1))
 
-    # A loop and not its parts one by one: those the compiler would read ahead, and hold all at once.
+    # Not unrolled: the compiler would prefetch all chunks and keep them in registers at once.
     return lax.fori_loop(0, pl.cdiv(a.head_dim, a.depth), add, jnp.zeros((a.count, b.count), jnp.float32))
 
 
