@@ -1,9 +1,11 @@
-"""The bill: python -m jaxllm.ledger --config configs/quickstart.py [--task train|infer|both] [--config.a.b=value …]
-[--device h100 --count 8] [--weights int4 --cache int8] [--compile] [--json] [--html bill.html] [--png bill.png]
+"""Command that predicts the memory and compute of a configuration and reports whether it fits a device.
 
-Says, before anything runs, what memory and work a configuration needs on this machine, or on another that need not
-be there, and whether it fits. With --compile, XLA's own figures stand beside: the program is compiled and not run.
-With --html the bill is a page whose form recomputes it; with --png it is a picture.
+    python -m jaxllm.ledger --config configs/quickstart.py [--task train|infer|both] [--config.a.b=value …]
+        [--device h100 --count 8] [--weights int4 --cache int8] [--compile] [--json] [--html bill.html] [--png bill.png]
+
+The device is this machine's or any supported one, attached or absent. Nothing runs. --compile also compiles the
+programs, without running them, and reports XLA's figures beside the predicted ones. --html writes the bill as a page
+with a what-if form that recomputes it; --png writes it as a picture.
 """
 
 import json
@@ -85,10 +87,10 @@ def main() -> int:
 
 
 def _check_outputs() -> None:
-    """What writes the files is installed, and they can be written: said before the work.
+    """Checks, before any work is done, that the --html and --png files can be written.
 
     Raises:
-      UserError: what is missing.
+      UserError: A path is not a writable file, or a package that writes the file is not installed.
     """
     for flag, value, require in (("--html", _HTML.value, page.require), ("--png", _PNG.value, picture.require)):
         if value is None:
@@ -128,7 +130,7 @@ def _inspect(asked: Request, task: str) -> dict[str, Inspection]:
 
 
 def _to_json(ledger: Ledger, inspections: Mapping[str, Inspection]) -> dict[str, Any]:
-    """The ledger JSON. The compiled column is of the program that needs most; `programs` has them all."""
+    """Returns the ledger JSON; its compiled column is the program with the highest peak, `programs` lists them all."""
     if not inspections:
         return ledger.to_json()
     known = [found.figures for found in inspections.values() if not isinstance(found.figures["peak"], Unknown)]

@@ -1,4 +1,4 @@
-"""The bill of a run on a device: the closed forms of memory and work together, with the device's capacity."""
+"""Builds the bill of a run on a device: closed-form memory and compute, with the device's capacity."""
 
 import dataclasses
 
@@ -14,16 +14,16 @@ from jaxllm.step.precision import policy_for
 
 
 def title(config: Config) -> str:
-    """The model's name; where the configuration changes its numbers, that it does."""
+    """Returns the model's name, marked "(modified)" if the configuration overrides fields of a registered model."""
     changed = any(value is not None for name, value in vars(config.model).items() if name != "name")
-    changed = changed and config.model.name in ARCHITECTURES  # an imported model is all numbers
+    changed = changed and config.model.name in ARCHITECTURES  # an imported model sets all fields
     return f"{config.model.name} (modified)" if changed else config.model.name
 
 
 def training(config: Config, model: Architecture, device: Device) -> Ledger:
-    """The ledger of a training run on a device, attached or not, with its capacity and the work of one step.
+    """Returns the ledger of a training run on a device, attached or absent, with its capacity and one step's compute.
 
-    `compute` has beside it "sent_bytes": what one device sends to the others in a step, in rings.
+    `compute` also has "sent_bytes": the bytes that one device sends to the others per step, with ring algorithms.
     """
     policy = policy_for(config.precision.policy, device.platform)
     ledger = training_memory.training(model, config, policy.name, device.platform)
@@ -34,7 +34,7 @@ def training(config: Config, model: Architecture, device: Device) -> Ledger:
 
 
 def plain_format(platform: str) -> str:
-    """The format of weights and cache that programs compute with on a platform, and hold them in."""
+    """Returns the format in which programs store and compute with weights and cache on a platform."""
     return policy_for("auto", platform).name
 
 
@@ -49,17 +49,19 @@ def sampling(
     cache: str = AUTO,
     use_cache: bool = True,
 ) -> Ledger:
-    """The ledger of decoding on a device, with the work of one token.
+    """Returns the ledger of decoding on a device, with the compute of one token.
 
     Args:
-      name: of the model, for the title.
-      batch: sequences at a time.
-      capacity: tokens of prompt and text a sequence may have.
-      chunk: prompt tokens taken at a time.
-      weights, cache: formats, by the names of `ledger.formats`; auto is what programs compute with.
-      use_cache: False is a whole forward pass for every token.
+      name: Name of the model, for the title.
+      model: Architecture of the model.
+      device: Device to bill, attached or absent.
+      batch: Number of sequences decoded together.
+      capacity: Maximum tokens per sequence, prompt included.
+      chunk: Prompt tokens processed per prefill call.
+      weights, cache: Format names of `ledger.formula.exact.formats`; auto is the platform's compute format.
+      use_cache: False runs a whole forward pass for every token.
     Raises:
-      UserError: no such format.
+      UserError: The format is not supported.
     """
     plain, dtype = plain_format(device.platform), policy_for("auto", device.platform).compute.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))

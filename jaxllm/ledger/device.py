@@ -1,4 +1,4 @@
-"""The device column: what really lies on a running device, and what of it is not ours."""
+"""Device column: memory measured on a running device, used by this process and by others."""
 
 import resource
 from typing import Any
@@ -11,7 +11,7 @@ from jaxllm.ledger.rows import Figure, Unknown
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree on one device, the fullest one; abstract arrays count whole."""
+    """Returns the bytes of a tree's arrays on the device that holds most of them; abstract arrays count in full."""
     by_device: dict[Any, int] = {}
     for array in jax.tree.leaves(tree):
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
@@ -24,10 +24,10 @@ def tree_bytes(tree: Any) -> int:
 
 
 def live_bytes(device: jax.Device | None = None) -> int:
-    """Bytes of all arrays that this process holds on a device (the first by default)."""
+    """Returns the bytes of this process's live arrays on a device (default: the first local one)."""
     device = device or jax.local_devices()[0]
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
-    # Arrays that share one buffer are counted once.
+    # Count arrays that share a buffer once.
     sizes = {_address(shard.data): shard.data.nbytes for shard in shards if shard.device == device}
     return sum(sizes.values())
 
@@ -40,20 +40,20 @@ def _address(array: jax.Array) -> Any:
 
 
 def peak_bytes(device: jax.Device | None = None) -> Figure:
-    """The most that was allocated on a device since the process began."""
+    """Returns the peak bytes allocated on a device since the process started."""
     return _statistic("peak_bytes_in_use", device)
 
 
 def capacity_bytes(device: jax.Device | None = None) -> Figure:
-    """What the process may allocate on a device."""
+    """Returns the bytes that the process may allocate on a device."""
     return _statistic("bytes_limit", device)
 
 
 def held_by_others(device: jax.Device | None = None) -> Figure:
-    """Bytes of a device that are taken, and not by arrays of this process.
+    """Returns the bytes in use on a device that are not arrays of this process.
 
-    An accelerator's allocator tells of its own process only: what it has beside the arrays are programs, and what
-    libraries took. On a CPU it is the host's memory that other processes use.
+    An accelerator's allocator reports its own process only, so these are programs and library allocations. On a CPU
+    they are the host memory used by other processes.
     """
     device = device or jax.local_devices()[0]
     if device.platform == "cpu":
@@ -64,9 +64,9 @@ def held_by_others(device: jax.Device | None = None) -> Figure:
 
 
 def available_bytes(device: jax.Device | None = None) -> Figure:
-    """Bytes of a device that arrays of this process may take in all, those that lie there now included.
+    """Returns the total bytes that this process's arrays may use on a device, its live arrays included.
 
-    Several CPUs that JAX pretends to have share their host's memory: it is told whole for each.
+    Simulated CPU devices share the host's memory; all of it is returned for each of them.
     """
     device = device or jax.local_devices()[0]
     if device.platform == "cpu":
@@ -78,12 +78,14 @@ def available_bytes(device: jax.Device | None = None) -> Figure:
 
 
 def left_for_us(device: Device, held: Figure, count: int = 1) -> Figure:
-    """Of a device's memory, what its other users leave to a task on `count` of them.
+    """Returns the bytes per device that other users leave to a task on `count` devices.
 
-    A host's figure is of what is free already; the CPUs that JAX pretends to have share it.
+    A CPU's `memory_bytes` is already the free host memory; simulated CPU devices divide it equally.
 
     Args:
-      held: of `held_by_others`.
+      device: Device specification.
+      held: Result of `held_by_others`.
+      count: Number of devices that the task uses.
     """
     if device.memory_bytes is None:
         return Unknown(f"{device.name}: {device.source}")
@@ -93,7 +95,7 @@ def left_for_us(device: Device, held: Figure, count: int = 1) -> Figure:
 
 
 def _free_host_bytes() -> int:
-    """What this process may still allocate: what the machine has, or its own limit (`ulimit -v`) leaves."""
+    """Returns the bytes this process may still allocate: free host memory or the rest of `ulimit -v`, if less."""
     process = psutil.Process().memory_info()
     free = [psutil.virtual_memory().available]
     own, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""The columns side by side, with the gap of each to the formula."""
+"""Compares the formula column of a ledger with the trace, compiled and device columns."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.rows import BOUNDARY, HOST, PERSISTENT, Figure, Ledger, Unknown, figure_to_json
 
 COLUMNS = ("formula", "trace", "compiled", "device")
-# State has to be equal to the byte, and so has what the trace tells of activations; the peak alone is an estimate.
+# State, and activations in the trace column, must match to the byte; only the peak is an estimate.
 EXACT = ("weights", "optimizer", "persistent")
 LINES = (*EXACT, "activations", "peak")
 
@@ -18,15 +18,15 @@ class Line:
     """One quantity in every column, in bytes on one device.
 
     Attributes:
-      name: of LINES. State that is kept in host memory is counted with the rest of it.
-      columns: of COLUMNS.
+      name: One of LINES. State in host memory is included.
+      columns: Figure of each of COLUMNS.
     """
 
     name: str
     columns: Mapping[str, Figure]
 
     def gap(self, column: str) -> float | Unknown:
-        """(formula − column) / column: positive where the formula says more."""
+        """Returns (formula − column) / column: positive if the formula is higher."""
         formula, other = self.columns["formula"], self.columns[column]
         if isinstance(formula, Unknown):
             return formula
@@ -39,17 +39,21 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Reconciliation:
-    """A ledger and what was found of it. `to_json` is the ledger JSON with all columns."""
+    """A ledger with its measured columns. `to_json` returns the ledger JSON with all columns."""
 
     ledger: Ledger
     lines: tuple[Line, ...]
 
     def ok(self, tolerance: float) -> bool:
-        """Whether state is equal to the byte wherever it was measured, and every known peak within `tolerance`."""
+        """Returns True if measured state and activations match to the byte and known peaks are within `tolerance`."""
         return not self.faults(tolerance)
 
     def faults(self, tolerance: float) -> list[str]:
-        """A sentence for each figure that is not what the formula says."""
+        """Returns one message per known figure that differs from the formula by more than is allowed.
+
+        Args:
+          tolerance: Allowed relative gap of peaks; all other figures must match exactly.
+        """
         told = []
         for line in self.lines:
             for column in COLUMNS[1:]:
@@ -78,19 +82,20 @@ def reconcile(
     state_trees: Mapping[str, Any] | None = None,
     trace_figures: Mapping[str, Any] | None = None,
 ) -> Reconciliation:
-    """Puts the columns together.
+    """Combines a ledger with measured figures; columns that were not measured are Unknown.
 
     Args:
-      compiled_figures: of `ledger.compiled.figures`.
-      device_figures: {"peak": bytes or Unknown}, as of `ledger.device.peak_bytes`.
-      state_trees: the live state: {"weights": tree, "optimizer": tree, "state": everything that persists}.
-      trace_figures: of `ledger.trace.figures`.
+      ledger: Source of the formula column.
+      compiled_figures: Result of `ledger.compiled.attached.figures`.
+      device_figures: {"peak": bytes or Unknown}, as from `ledger.device.peak_bytes`.
+      state_trees: Live state: {"weights": tree, "optimizer": tree, "state": everything that persists}.
+      trace_figures: Result of `ledger.trace.figures`.
     """
 
     def held(*kinds: str) -> int:
         return sum(ledger.kind_bytes(kind, phase) for kind in kinds for phase in (PERSISTENT, HOST))
 
-    # A TPU pads arrays to tiles, of which shapes and live arrays tell nothing.
+    # TPU tile padding does not show in shapes or in the sizes of live arrays.
     not_of_the_arrays = ledger.kind_bytes("activations", HOST) + ledger.kind_bytes("tile padding")
     formula: dict[str, Figure] = {
         "weights": held("weights", "master weights"),

@@ -1,4 +1,4 @@
-"""What a person asks the bill of, at the command line or in the page, and the bills that answer it."""
+"""Requests for a bill, from the command line or the HTML page, and the functions that build the bills."""
 
 import dataclasses
 import functools
@@ -18,14 +18,16 @@ TASKS = ("train", "infer")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One configuration on one kind of device.
+    """Request to bill one configuration on one kind of device.
 
     Attributes:
-      count: devices of training; None for as many as config.mesh takes.
-      batch: of inference: sequences at a time.
-      context: of inference: tokens of prompt and text; None for the model's.
-      chunk: of inference: prompt tokens that one prefill call takes, at most.
-      weights, cache: of inference: formats of `ledger.formats`, or auto for what programs compute with.
+      config: Configuration to bill.
+      device: Device to bill it on, attached or absent.
+      count: Training: number of devices; None for the number that config.mesh needs.
+      batch: Inference: number of sequences decoded together.
+      context: Inference: maximum tokens per sequence, prompt included; None for the model's context length.
+      chunk: Inference: maximum prompt tokens per prefill call.
+      weights, cache: Inference: formats of `ledger.formula.exact.formats`; auto is the platform's compute format.
     """
 
     config: Config
@@ -39,19 +41,19 @@ class Request:
 
     @functools.cached_property
     def model(self) -> Architecture:
-        """The configuration's, which is checked with it.
+        """Architecture of the configuration, which is validated with it.
 
         Raises:
-          UserError: one line naming the fields and the fix.
+          UserError: The configuration is invalid; one line names the fields and the fix.
         """
         return architectures.resolve_config(self.config)
 
 
 def train(request: Request) -> Ledger:
-    """The bill of a training run.
+    """Returns the bill of a training run.
 
     Raises:
-      UserError: one line naming the fields and the fix.
+      UserError: The configuration or device count is invalid; one line names the fields and the fix.
     """
     model = request.model
     mesh.require_count(request.config.mesh, count_of(request))
@@ -59,10 +61,10 @@ def train(request: Request) -> Ledger:
 
 
 def infer(request: Request) -> Ledger:
-    """The bill of sampling on one device.
+    """Returns the bill of sampling on one device.
 
     Raises:
-      UserError: the model, or a context that it cannot have.
+      UserError: The configuration or format is invalid, or the context exceeds the model's learned positions.
     """
     context, name = context_of(request), bill.title(request.config)
     how = (request.batch, context, min(request.chunk, context), request.weights, request.cache)
@@ -70,10 +72,10 @@ def infer(request: Request) -> Ledger:
 
 
 def require_programs(request: Request) -> None:
-    """There are programs that sample with weights and a cache in these formats.
+    """Checks that sampling programs exist for the requested weight and cache formats.
 
     Raises:
-      UserError: there are none; names the flag.
+      UserError: No program supports the format; the message names the flag.
     """
     plain = bill.plain_format(request.device.platform)
     for flag, name, there in (
@@ -88,15 +90,15 @@ def require_programs(request: Request) -> None:
 
 
 def count_of(request: Request) -> int:
-    """Devices of training."""
+    """Returns the number of training devices: as requested, or the size of config.mesh."""
     return request.count or math.prod(mesh.sizes(request.config.mesh).values())
 
 
 def context_of(request: Request) -> int:
-    """Tokens of prompt and text.
+    """Returns the maximum tokens per sequence, prompt included: as requested, or the model's context length.
 
     Raises:
-      UserError: more than the model has positions for.
+      UserError: The context exceeds the model's learned positions.
     """
     model = request.model
     context = request.context or model.context_length

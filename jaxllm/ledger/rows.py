@@ -1,6 +1,6 @@
-"""The lines of a bill: what holds memory, how much on one device, and when it lives.
+"""Data model of a bill: rows of memory (bytes per device and live phase), their totals and number formatting.
 
-Bytes are integers. A figure that cannot be had is `Unknown` with the reason, never 0.
+Bytes are integers. An unavailable figure is an `Unknown` with the reason, never 0.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxllm.ledger.formula.exact.shard_sizes import told
 
-# In the order a step or a request runs through them. Rows of a phase are alive together; those of
-# PERSISTENT are alive in all of them. Rows of HOST are in the memory of the device's host, and no part of its own.
+# Phases in the order in which a step or a request runs. Rows of one phase are live together; PERSISTENT rows are live
+# in all phases. HOST rows are in host memory and do not count toward device memory.
 PERSISTENT = "persistent"
 FORWARD = "forward"
 BOUNDARY = "forward/backward boundary"
@@ -22,13 +22,13 @@ DECODE = "decode"
 HOST = "host memory"
 PHASES = (PERSISTENT, FORWARD, BOUNDARY, BACKWARD, UPDATE, PREFILL, DECODE, HOST)
 
-# Power of 1000 -> prefix of a decimal unit.
+# Power of 1000 -> SI prefix.
 _PREFIXES = dict(enumerate(("µ", "m", "", "k", "M", "G", "T", "P", "E", "Z", "Y"), -2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """A figure that is not there, and why."""
+    """Unavailable figure, with the reason."""
 
     why: str
 
@@ -41,14 +41,14 @@ Figure = int | Unknown
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line.
+    """One buffer, or group of buffers, that is live in one phase.
 
     Attributes:
-      name: what it is; unique within its phase.
-      kind: weights, master weights, gradients, optimizer, activations, …
-      phase: one of PHASES; what lives in several has a row in each.
-      bytes_per_device: on one device.
-      formula: the arithmetic with its numbers, `8,030,261,248 / 8 × 4 B = 3.74 GiB`.
+      name: Name, unique within its phase.
+      kind: Weights, master weights, gradients, optimizer, activations, …
+      phase: One of PHASES; a buffer that is live in several phases has one row per phase.
+      bytes_per_device: Bytes on one device.
+      formula: The arithmetic with its values: `8,030,261,248 / 8 × 4 B = 3.74 GiB`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Row:
         assert self.phase in PHASES, self.phase
 
     def __getattr__(self, attribute: str) -> str:
-        """The formula of a row of `row` or `numbers`, which is written when it is read for the first time."""
+        """Formats `formula` on first access, for rows created by `row` or `numbers`."""
         if attribute != "formula" or "_arithmetic" not in self.__dict__:
             raise AttributeError(attribute)
         arithmetic = self.__dict__["_arithmetic"]
@@ -74,9 +74,9 @@ class Row:
 
 
 def row(name: str, kind: str, phase: str, formula: str, bytes_per_device: int) -> Row:
-    """A row whose formula ends with its value.
+    """Creates a row; the formatted value is appended to `formula` on first access.
 
-    A plan makes half a million rows and reads a few, so the value is not put into words here.
+    A plan creates half a million rows and reads few of their formulas, so formatting is deferred.
     """
     assert phase in PHASES, phase
     made = object.__new__(Row)
@@ -85,7 +85,7 @@ def row(name: str, kind: str, phase: str, formula: str, bytes_per_device: int) -
 
 
 def numbers(name: str, kind: str, phase: str, count: int, size: int) -> Row:
-    """A row of so many numbers of so many bytes each; where it is a `Count`, the formula has its division."""
+    """Creates a row of `count` elements of `size` bytes each; a `Count` shows its division in the formula."""
     assert phase in PHASES, phase
     made = object.__new__(Row)
     made.__dict__.update(name=name, kind=kind, phase=phase, bytes_per_device=count * size, _arithmetic=(count, size))
@@ -98,15 +98,15 @@ class Ledger:
 
     Attributes:
       task: "train" or "infer".
-      model: name of the architecture.
-      parameters: of the whole model.
-      device: name of the device.
-      count: devices.
-      rows: see Row.
-      capacity_bytes: memory of one device; Unknown where nothing is known of the device.
-      compute: JSON of `ledger.compute`: {"flops", "bytes", "roofline_seconds", "bound"}.
-      trained: parameters that a training run updates, of all; None where nothing is trained.
-      attention: which code computes it, and why, in a line.
+      model: Name of the architecture.
+      parameters: Number of parameters of the whole model.
+      device: Name of the device.
+      count: Number of devices.
+      rows: Memory rows; see Row.
+      capacity_bytes: Memory of one device in bytes; Unknown if no figure is available.
+      compute: JSON of `ledger.formula.roofline.Roofline`: {"flops", "bytes", "roofline_seconds", "bound", …}.
+      trained: Number of parameters that training updates; None if nothing is trained.
+      attention: One line naming the attention implementation and why it was chosen.
     """
 
     task: str
@@ -122,7 +122,7 @@ class Ledger:
 
     @functools.cached_property
     def _sums(self) -> dict[str, int]:
-        """Phase -> bytes of its rows; phases without any are not there."""
+        """Bytes per phase; phases without rows are absent."""
         sums: dict[str, int] = {}
         for row in self.rows:
             sums[row.phase] = sums.get(row.phase, 0) + row.bytes_per_device
@@ -132,39 +132,39 @@ class Ledger:
         return self._sums.get(phase, 0)
 
     def kind_bytes(self, kind: str, phase: str = PERSISTENT) -> int:
-        """Bytes of a kind in a phase."""
+        """Returns the bytes per device of the rows of a kind in a phase."""
         return sum(row.bytes_per_device for row in self.rows if row.kind == kind and row.phase == phase)
 
     @property
     def host_bytes(self) -> int:
-        """In the host's memory, for each of its devices."""
+        """Bytes of host memory per device."""
         return self.phase_bytes(HOST)
 
     @property
     def persistent_bytes(self) -> int:
-        """What lives between steps, on one device: exact."""
+        """Bytes on one device that stay live between steps; exact."""
         return self.phase_bytes(PERSISTENT)
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most; PERSISTENT where there is no other."""
+        """Phase with the most bytes, PERSISTENT and HOST excluded; PERSISTENT if there is no other."""
         elsewhere = (PERSISTENT, HOST)
         phases = [phase for phase in PHASES if phase not in elsewhere and phase in self._sums]
         return max(phases, key=self.phase_bytes, default=PERSISTENT)
 
     @property
     def peak_bytes(self) -> int:
-        """Persistent bytes and those of the largest phase."""
+        """Peak bytes on one device: persistent bytes plus those of the largest phase."""
         phase = self.peak_phase
         return self.persistent_bytes + (self.phase_bytes(phase) if phase != PERSISTENT else 0)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the device's memory; None where that is not known."""
+        """True if the peak is within the device's memory; None if its capacity is unknown."""
         return None if isinstance(self.capacity_bytes, Unknown) else self.peak_bytes <= self.capacity_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The ledger JSON. Columns other than the formula are filled in by `ledger.reconcile`."""
+        """Returns the ledger JSON; `ledger.reconcile` fills in the columns other than the formula."""
         unknown = figure_to_json(Unknown("not measured: nothing was traced, compiled or run"))
         return {
             "task": self.task,
@@ -188,7 +188,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Ledger":
-        """Inverse of `to_json`; sums and columns are made from the rows again."""
+        """Builds a ledger from `to_json` output; sums and columns are recomputed from the rows."""
         return cls(
             task=value["task"],
             model=value["model"],
@@ -204,7 +204,7 @@ class Ledger:
 
 
 def figure_to_json(figure: Any) -> Any:
-    """A number as it is; an Unknown as {"unknown": why}."""
+    """Converts an Unknown to {"unknown": why}; returns any other figure unchanged."""
     return {"unknown": figure.why} if isinstance(figure, Unknown) else figure
 
 
@@ -213,7 +213,7 @@ def figure_from_json(value: Any) -> Any:
 
 
 def format_bytes(count: Figure) -> str:
-    """In binary units, always named: 512 B, 4.00 KiB, 29.92 GiB."""
+    """Formats bytes with a binary unit: 512 B, 4.00 KiB, 29.92 GiB."""
     if isinstance(count, Unknown):
         return str(count)
     size, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -225,11 +225,11 @@ def format_bytes(count: Figure) -> str:
 
 
 def format_si(value: float | Unknown, unit: str) -> str:
-    """In decimal units: 1.5 TFLOP/s, 819 GB/s, 4.8 ms."""
+    """Formats a value with an SI prefix: 1.5 TFLOP/s, 819 GB/s, 4.8 ms."""
     if isinstance(value, Unknown):
         return str(value)
     power = 0
-    # Of three digits: 999.9 is 1 of the next unit.
+    # Values are shown with three digits, so 999.9 rounds to 1 of the next unit.
     while abs(value) >= 999.5 and power < max(_PREFIXES):
         value, power = value / 1000, power + 1
     while 0 < abs(value) < 0.9995 and power > min(_PREFIXES):

@@ -1,8 +1,7 @@
-"""The trace column: exact bytes of the state and of what waits for the backward pass, from the program's own shapes.
+"""Trace column: exact bytes of the train state and of saved activations, from the traced shapes of the program.
 
-Nothing is compiled and nothing runs. The function that a training step differentiates on one device is traced as it
-is, and what its derivative holds on to (the leaves of `jax.vjp`'s function) is followed back to the tags under which
-blocks named it.
+Nothing is compiled or run. The per-device function that a training step differentiates is traced unchanged. Each
+residual (a leaf of the function returned by `jax.vjp`) is traced back to its `checkpoint_name` tag in the model.
 """
 
 import collections
@@ -24,18 +23,18 @@ from jaxllm.parallel.mesh import BATCH_AXES
 from jaxllm.step import gradients
 from jaxllm.step.placement import make_layout
 
-# What no block named: inputs of blocks, and what embedding, positions and the last norm keep.
+# Residuals without a tag: block inputs, and those of the embedding, positions and final norm.
 OTHER = "other"
 
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What one device holds between the forward and the backward pass of one micro-batch, beside weights and batch.
+    """Bytes that one device saves between forward and backward pass of a micro-batch, without weights and batch.
 
     Attributes:
-      tags: tag -> bytes; OTHER is what has none.
-      host: the same, of what is in host memory.
-      loss: of gradients that the loss takes on the way: of its inputs and of the head.
+      tags: Bytes in device memory per tag; OTHER for residuals without one.
+      host: Bytes in host memory per tag.
+      loss: Bytes of the gradients that the loss computes during its forward pass: of its inputs and of the head.
     """
 
     tags: Mapping[str, int]
@@ -44,7 +43,7 @@ class Residuals:
 
 
 def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any]:
-    """The column: bytes on one device; state that is kept in host memory is counted with the rest of it."""
+    """Returns the trace column in bytes on one device; state in host memory is included."""
     state = abstract_state(config, model, platform)
     return {
         "weights": bytes_per_device((state.params, state.frozen)),
@@ -56,22 +55,23 @@ def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any
 
 
 def abstract_state(config: Config, model: Architecture, platform: str) -> Any:
-    """The train state's shapes, dtypes and shardings on a mesh without devices."""
+    """Returns the train state as shapes, dtypes and shardings on an abstract mesh."""
     return programs.abstract_state(config, programs.make_recipe(config, model, platform), _mesh(config))
 
 
 def bytes_per_device(tree: Any, memory: str | None = None) -> int:
-    """Of abstract arrays with shardings.
+    """Returns the bytes per device of a tree of abstract arrays with shardings.
 
     Args:
-      memory: count only what lies in this kind of memory.
+      tree: Abstract arrays with shardings.
+      memory: Counts only arrays of this memory kind; None counts all.
     """
     counted = (x for x in jax.tree.leaves(tree) if memory is None or x.sharding.memory_kind == memory)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in counted)
 
 
 def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
-    """What the backward pass of a training step needs, as `jax.vjp` of the real function keeps it."""
+    """Returns the bytes of the residuals that `jax.vjp` saves for the real training step."""
     recipe = programs.make_recipe(config, model, platform)
     layout = make_layout(config, model, recipe.policy, _mesh(config))
 
@@ -94,7 +94,7 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in programs.abstract_batch(config, _mesh(config)).items()
     }
-    # Every result is called whole on every device, so that the shapes are those of one.
+    # Outputs are declared replicated so that their shapes are those on one device.
     mapped = jax.shard_map(
         local,
         mesh=layout.mesh,
@@ -106,19 +106,19 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
     (call,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
     inner = call.params["jaxpr"]
     inner = getattr(inner, "jaxpr", inner)
-    # Constants come before the arguments; the batch's fields and the loss's factor are the last of them.
+    # Constants precede the arguments. The last arguments are the batch fields and the loss factor.
     return _classify(inner, len(batch) + 1, model.width)
 
 
 def _mesh(config: Config) -> Any:
-    types = (AxisType.Auto,) * len(mesh_lib.AXES)  # as meshes of devices are
+    types = (AxisType.Auto,) * len(mesh_lib.AXES)  # the axis types of a device mesh
     return AbstractMesh(tuple(mesh_lib.sizes(config.mesh).values()), mesh_lib.AXES, axis_types=types)
 
 
 def _classify(jaxpr: Any, of_batch: int, width: int) -> Residuals:
-    """Sorts the results of a jaxpr whose last `of_batch` arguments are a batch's, and those before them parameters."""
+    """Classifies the outputs of a jaxpr whose last `of_batch` arguments are the batch and the others parameters."""
     arguments = set(jaxpr.invars)
-    # What is made of parameters alone is the parameters' (copies, whole arrays gathered from shares), not activations.
+    # Values computed from parameters alone (copies, all-gathered weights) are not activations.
     of_tokens = set(jaxpr.invars[-of_batch:])
     for eqn in jaxpr.eqns:
         if any(not isinstance(v, jax.extend.core.Literal) and v in of_tokens for v in eqn.invars):
@@ -142,7 +142,7 @@ def _classify(jaxpr: Any, of_batch: int, width: int) -> Residuals:
 
 
 def _tag(jaxpr: Any, var: Any) -> str:
-    """The name that a value was given where it was made; OTHER where there is none."""
+    """Returns the `checkpoint_name` tag of a value, or OTHER if it has none."""
     made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     while var in made:
         eqn = made[var]
@@ -152,7 +152,7 @@ def _tag(jaxpr: Any, var: Any) -> str:
         if inner is not None:
             inner = getattr(inner, "jaxpr", inner)
             return _tag(inner, inner.outvars[eqn.outvars.index(var)])
-        # JAX marks what a policy keeps by this operation; the host's copy of it is a transfer.
+        # JAX marks values that a remat policy saves with reduce_precision; offloaded ones pass through device_put.
         if eqn.primitive.name not in ("reduce_precision", "device_put"):
             return OTHER
         var = eqn.invars[0]

@@ -1,1 +1,1 @@
-"""What would fit: admission before a run, remedies, and the explanation of an out-of-memory error."""
+"""Advice on fitting in memory: admission before sampling, remedies for training, and out-of-memory reports."""

@@ -1,23 +1,23 @@
-"""Whether a batch of prompts fits a device, before anything is allocated; and the largest that would."""
+"""Admission check: predicts, before any allocation, if a batch of prompts fits a device and the largest that does."""
 
 import dataclasses
 from collections.abc import Callable
 
 from jaxllm.ledger.rows import Ledger, format_bytes
 
-# (sequences, tokens of context) -> the bill.
+# (number of sequences, tokens of context per sequence) -> ledger.
 Bill = Callable[[int, int], Ledger]
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """What a device has room for.
+    """Result of an admission check: required and available bytes, and the largest batch and context that fit.
 
     Attributes:
-      needs, has: bytes.
-      batch, context: asked for.
-      largest_batch: sequences of that context that fit; 0 where not one does.
-      largest_context: tokens that so many sequences may have each; 0 where not one fits.
+      needs, has: Predicted peak and available memory, in bytes.
+      batch, context: Requested number of sequences and tokens per sequence.
+      largest_batch: Number of sequences of `context` tokens that fit; 0 if not one does.
+      largest_context: Tokens per sequence, at most `context`, that fit for `batch` sequences; 0 if not one does.
     """
 
     needs: int
@@ -33,11 +33,11 @@ class Room:
 
     @property
     def margin(self) -> int:
-        """Bytes left over; negative where it does not fit."""
+        """Bytes to spare; negative if it does not fit."""
         return self.has - self.needs
 
     def __str__(self) -> str:
-        """One sentence: yes or no, with both numbers, the margin and the largest that fits."""
+        """Formats one sentence: fits or not, both sizes, the margin and the largest that fits."""
         asked = f"{_count(self.batch, 'sequence')} of {_count(self.context, 'token')}"
         numbers = f"{asked} need {format_bytes(self.needs)} of {format_bytes(self.has)}"
         if self.fits:
@@ -52,10 +52,13 @@ class Room:
 
 
 def room(bill: Bill, batch: int, context: int, has: int) -> Room:
-    """Room for `batch` sequences of `context` tokens in `has` bytes.
+    """Checks if `batch` sequences of `context` tokens fit in `has` bytes and finds the largest that do.
 
     Args:
-      bill: whose peak grows with both of its arguments.
+      bill: Function that returns a ledger; its peak must not decrease as either argument grows.
+      batch: Number of sequences.
+      context: Tokens per sequence, prompt included.
+      has: Available bytes.
     """
 
     def fits(sequences: int, tokens: int) -> bool:
@@ -72,8 +75,8 @@ def room(bill: Bill, batch: int, context: int, has: int) -> Room:
 
 
 def largest(fits: Callable[[int], bool], most: int | None = None) -> int:
-    """The largest number from 1 to `most` that fits; 0 where 1 does not. What is smaller than one that fits, fits."""
-    low, high = 0, 1  # low fits; high is to be tried
+    """Returns the largest positive integer, up to `most`, that fits, or 0 if 1 does not; `fits` must be monotone."""
+    low, high = 0, 1  # low fits; high is the next candidate
     while fits(high) if most is None or high <= most else False:
         low, high = high, 2 * high
     high = high if most is None else min(high, most + 1)

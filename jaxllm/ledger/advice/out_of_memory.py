@@ -1,16 +1,16 @@
-"""Memory that ran out: how that is recognised, and what a person is told of it.
+"""Detects out-of-memory (OOM) errors and reports them with the predicted bill.
 
-What backends say (JAX 0.10.2 and 0.12.0.1):
+Errors raised by backends (JAX 0.10.2 and 0.12.0.1):
 
-| where | what is raised |
+| source | error |
 |---|---|
-| TPU and GPU compilers | RESOURCE_EXHAUSTED, with the size of the program and of the device |
+| TPU and GPU compilers | RESOURCE_EXHAUSTED, with the sizes of the program and the device |
 | allocators of all three platforms | RESOURCE_EXHAUSTED: Out of memory allocating N bytes |
-| scratch of fused products on a CPU, 0.12 | INTERNAL: YNNPACK operation failed, and nothing of memory |
+| scratch memory of fused CPU matmuls, JAX 0.12 | INTERNAL: YNNPACK operation failed, without mention of memory |
 | Python and NumPy on the host | MemoryError |
 
-The allocation that fails is the last straw, often a small one, and tells nothing of the load. So the message is the
-bill. A CPU whose system promises more memory than it has may kill the process instead; nothing can be said then.
+The allocation that fails is often small and does not show what fills the memory, so the message shows the bill. On a
+CPU with memory overcommit the operating system may kill the process instead, without a message.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from jaxllm.ledger.compiled import attached
 from jaxllm.ledger.rows import PERSISTENT, Figure, Ledger, Unknown, format_bytes
 
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "YNNPACK operation failed")
-_ROWS = 5  # that a message names
+_ROWS = 5  # number of rows that a message lists
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on the device or on the host."""
+    """Returns True if an exception is an out-of-memory error of the device or the host."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return any(sign in str(error) for sign in _SIGNS)
     return isinstance(error, MemoryError)
@@ -35,10 +35,10 @@ def is_shortage(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(explain: Callable[[BaseException], str]) -> Iterator[None]:
-    """Where memory runs out in the block, ends the run with what `explain` says of it.
+    """Context manager that converts an out-of-memory error into a RunError with the message of `explain`.
 
     Raises:
-      RunError: memory ran out.
+      RunError: The block ran out of memory.
     """
     try:
         yield
@@ -49,14 +49,14 @@ def explained(explain: Callable[[BaseException], str]) -> Iterator[None]:
 
 
 def largest_rows(ledger: Ledger) -> str:
-    """The largest rows of the peak: `gradients 4.00 GiB, logits 2.00 GiB, …`."""
+    """Formats the largest rows at the peak: `gradients 4.00 GiB, logits 2.00 GiB, …`."""
     alive = [row for row in ledger.rows if row.phase in (PERSISTENT, ledger.peak_phase)]
     alive.sort(key=lambda row: -row.bytes_per_device)
     return ", ".join(f"{row.name} {format_bytes(row.bytes_per_device)}" for row in alive[:_ROWS])
 
 
 def told(error: BaseException) -> str:
-    """The first sentence of an exception, in one line."""
+    """Returns the first sentence of an exception, on one line of at most 200 characters."""
     if isinstance(error, MemoryError):
         return f"MemoryError: {error}" if str(error) else "MemoryError"
     text = str(error)
@@ -64,13 +64,14 @@ def told(error: BaseException) -> str:
 
 
 def message(doing: str, error: BaseException, ledger: Ledger, held_by_others: Figure, *more: str) -> str:
-    """The block that a person reads.
+    """Formats the out-of-memory message.
 
     Args:
-      doing: what could not be done, `in step 3`.
-      error: of which `is_shortage` holds.
-      ledger: of the task; its capacity is what the device had for it.
-      more: lines to end with: the change that would fit, the checkpoint.
+      doing: When memory ran out: `in step 3`.
+      error: Exception for which `is_shortage` is true.
+      ledger: Ledger of the task, with the memory that was available to it as capacity.
+      held_by_others: Bytes on the device that are not arrays of this process.
+      more: Last lines of the message: the change that would fit, the checkpoint.
     """
     needs, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
     lines = [f"out of memory {doing}: {told(error)}", f"predicted peak: {needs} on one device ({ledger.peak_phase})"]

@@ -1,17 +1,17 @@
-"""One change to a training run that would make it fit, found by the closed forms.
+"""Searches for one or two configuration changes that make a training run fit, using the closed-form peak.
 
-Changes are tried in the order of what they cost:
+Changes are tried in order of their cost:
 
-| change | what it costs |
+| change | cost |
 |---|---|
-| smaller `loss_chunk`, `attention_chunk` | a longer loop over the same products |
-| smaller micro-batches, more of them | products of fewer rows, and a float32 sum of gradients |
-| remat `dots`, then `full` | attention again; then the whole forward pass: 4/3 of the FLOPs (Chen et al. 2016) |
-| a higher ZeRO stage | to stage 2 nothing but latency, at 3 half as much traffic again (Rajbhandari et al. 2020) |
+| smaller `loss_chunk`, `attention_chunk` | a longer loop over the same matmuls |
+| smaller micro-batches, more of them | matmuls with fewer rows, and a float32 gradient accumulator |
+| remat `dots`, then `full` | recomputes attention; then the whole forward pass: 4/3 of the FLOPs (Chen et al. 2016) |
+| a higher ZeRO stage | only latency up to stage 2; 1.5 times the traffic at stage 3 (Rajbhandari et al. 2020) |
 | moments in bfloat16 | precision of the moments |
-| moments, then all state in host memory | the link to the host, twice a step (ZeRO-Offload, Ren et al. 2021) |
+| moments, then all state in host memory | host link traffic, twice per step (ZeRO-Offload, Ren et al. 2021) |
 
-None of them changes the global batch or needs another checkpoint: a run goes on with it where it stood.
+No change alters the global batch or invalidates a checkpoint, so a run can resume with it.
 """
 
 import copy
@@ -28,18 +28,18 @@ from jaxllm.ledger.formula import training_memory
 from jaxllm.ledger.rows import format_bytes
 from jaxllm.step.precision import policy_for
 
-_SHORTEST_CHUNK = 128  # tokens: products of fewer rows leave a device idle
-# Field of the configuration -> its value.
+_SHORTEST_CHUNK = 128  # tokens; matmuls with fewer rows underuse the device
+# Configuration field -> new value.
 Change = dict[str, int | str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A change that fits.
+    """Configuration change with which a run fits.
 
     Attributes:
-      overrides: `--config.a.b=value` for a command line.
-      peak_bytes: of one device, with it.
+      overrides: Command-line flags, `--config.a.b=value`.
+      peak_bytes: Peak bytes on one device with the change.
     """
 
     overrides: tuple[str, ...]
@@ -50,16 +50,16 @@ class Remedy:
 
 
 def remedy(config: Config, model: Architecture, device: Device, available_bytes: int) -> Remedy | None:
-    """The first single change, or else the first two together, whose peak is within `available_bytes`.
+    """Returns the first single change, else the first pair of changes, with a peak within `available_bytes`.
 
-    None where the formulas know of none: a larger device, more of them or a smaller model are needed.
+    Returns None if there is none: the run needs larger devices, more devices or a smaller model.
     """
     families = [list(family) for family in _families(config, model, device)]
     singles = (change for family in families for change in family)
     pairs = (
         {**one, **other}
         for a, b in itertools.combinations(families, 2)
-        # Together they are tried at their strongest first: that settles whether the pair can do it at all.
+        # `_weakest_first` yields no pairs if even the strongest two changes together do not fit.
         for one, other in _weakest_first(a, b, config, model, device, available_bytes)
     )
     for change in itertools.chain(singles, pairs):
@@ -72,7 +72,7 @@ def remedy(config: Config, model: Architecture, device: Device, available_bytes:
 def _weakest_first(
     a: Sequence[Change], b: Sequence[Change], config: Config, model: Architecture, device: Device, available: int
 ) -> Iterator[tuple[Change, Change]]:
-    """All pairs of two families, or none where even their last two do not fit."""
+    """Yields all pairs of changes from two families, or none if even the last (strongest) pair does not fit."""
     if a and b:
         peak = _peak(config, model, device, {**a[-1], **b[-1]})
         if peak is not None and peak <= available:
@@ -80,14 +80,14 @@ def _weakest_first(
 
 
 def _families(config: Config, model: Architecture, device: Device) -> Iterator[Iterator[Change]]:
-    """The kinds of change, cheapest first; in each, the smallest first."""
+    """Yields the families of changes, cheapest first; each yields its smallest change first."""
     yield _loss_chunks(config)
-    # Where kernels compute attention, there are no scores to cut.
+    # Attention kernels do not materialize scores, so there is nothing to chunk.
     yield _attention_chunks(config) if _has_scores(config, model, device) else iter(())
     yield _micro_batches(config)
     kept = ("none", "dots", "full")
     policy = config.remat.policy
-    weaker = kept.index(policy) if policy in kept else len(kept) - 2  # what names tags keeps more than `full`
+    weaker = kept.index(policy) if policy in kept else len(kept) - 2  # a policy that lists tags saves more than `full`
     yield ({"remat.policy": name} for name in kept[weaker + 1 :])
     stages = range(config.mesh.zero + 1, 4) if config.mesh.data > 1 else ()
     yield ({"mesh.zero": stage} for stage in stages)
@@ -106,7 +106,7 @@ def _loss_chunks(config: Config) -> Iterator[Change]:
 
 
 def _half(chunk: int) -> int:
-    """The largest power of two that is smaller."""
+    """Returns the largest power of two below `chunk`; 0 if there is none."""
     return 1 << (chunk - 1).bit_length() - 1 if chunk > 1 else 0
 
 
@@ -130,9 +130,9 @@ def _micro_batches(config: Config) -> Iterator[Change]:
 
 
 def _peak(config: Config, model: Architecture, device: Device, change: Change) -> int | None:
-    """Bytes of one device with a change; None where it is not possible."""
+    """Returns the peak bytes on one device with a change; None if the change is not valid."""
     if device.platform == "cpu" and "optimizer.offload" in change:
-        return None  # a CPU's memory is its host's
+        return None  # on a CPU, device memory is host memory
     changed = copy.deepcopy(config)
     for path, value in change.items():
         section, name = path.split(".")

@@ -1,1 +1,1 @@
-"""The compiled column: what XLA allocates for our programs, on devices attached or absent."""
+"""Compiled column: memory, collectives and FLOPs of the programs as compiled by XLA for attached or absent devices."""

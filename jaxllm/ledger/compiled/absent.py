@@ -1,7 +1,7 @@
-"""Compiles the programs of a run for devices that are not there.
+"""Ahead-of-time compilation of a run's programs for absent devices, in a child process.
 
-The compilers of the extras `cuda12` and `tpu` need no device, but they look for one when JAX starts, at length and
-aloud. So they run in a process of their own, on a JAX that is told to use the CPU alone:
+The compilers of the extras `cuda12` and `tpu` need no device, but they search for one when JAX starts, which is slow
+and prints messages. They therefore run in a child process with JAX_PLATFORMS=cpu:
 
     python -m jaxllm.ledger.compiled.absent    request (JSON) on standard input, answer (JSON) on standard output
 """
@@ -33,24 +33,24 @@ from jaxllm.ledger.compiled.task_programs import Sampling, programs_of
 from jaxllm.parallel import mesh
 from jaxllm.programs import Program
 
-# Where each platform's compiler lies; a CUDA one of any version will do.
+# Modules that contain each platform's compiler; for CUDA, any version suffices.
 _COMPILERS = {"cuda": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",)}
-# Settings of the child process.
+# Environment variables of the child process.
 QUIET = {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_SKIP_MDS_QUERY": "1",  # of no use where there is no TPU, and slow where there is no network
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a lock that guards the device: there is none
+    "TPU_SKIP_MDS_QUERY": "1",  # useless without a TPU, and slow without a network
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # the lock guards a device, and none is attached
 }
 
 
 def require_compiler(device: str, target: Target | None) -> Target:
-    """The target, if it can be compiled for here.
+    """Returns the compile target of a device after checking that its compiler is installed.
 
     Raises:
-      UserError: nobody can say how, or the extra with the compiler is not installed.
+      UserError: The device has no compile target, or the extra with its compiler is not installed.
     """
     if target is None:
         raise UserError(f"{device} is not a device that programs can be compiled for from afar; see --device")
@@ -64,12 +64,12 @@ def require_compiler(device: str, target: Target | None) -> Target:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is not there either
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def inspection_for(program: Program, target: Target, count: int) -> Inspection:
-    """What compiling a program for absent devices tells; its inputs as for `compile_for`."""
+    """Compiles a program for absent devices and inspects it; requirements on its inputs are those of `compile_for`."""
     if target.platform != "tpu":
         return attached.inspect(functools.partial(compile_for, program, target, count))
     with tempfile.TemporaryDirectory() as folder:
@@ -83,39 +83,49 @@ def inspection_for(program: Program, target: Target, count: int) -> Inspection:
 def compile_for(
     program: Program, target: Target, count: int, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """The executable of a program whose inputs lie on an `AbstractMesh` of `count` devices, or on no mesh and 1 device.
+    """Compiles a program for `count` absent devices.
 
-    The mesh is abstract because the devices of a CUDA topology know of no memory kinds: on a mesh of them, JAX
-    forgets what was to be in host memory (0.10.2), and XLA counts it as the device's.
+    The inputs are sharded over an `AbstractMesh` of `count` devices, or have no sharding and `count` is 1. The mesh is
+    abstract because the devices of a CUDA topology have no memory kinds: on a mesh of them, JAX 0.10.2 drops the host
+    memory kind of offloaded arrays, and XLA counts those arrays as device memory.
+
+    Args:
+      program: Program to compile.
+      target: Kind of device to compile for.
+      count: Number of devices.
+      options: XLA compiler options.
     """
-    # What lies on no mesh would be taken to lie on the CPU that JAX runs on here.
+    # Without a sharding, JAX would place the inputs on the CPU of this process.
     alone = NamedSharding(AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,)), PartitionSpec())
     inputs = jax.tree.map(lambda x: x if x.sharding is not None else x.update(sharding=alone), program.inputs)
     devices: Any = topologies.get_topology_desc(**target.topology(count)).devices
     lowered = program.jitted.trace(*inputs).lower(  # type: ignore[attr-defined]
         lowering_platforms=(target.platform,)
     )
-    # JAX compiles for the devices that it is given, but with the compiler of its default backend.
+    # JAX compiles for the given devices but with the default backend's compiler, so set the backend too.
     lowered._lowering.compile_args["backend"] = devices[0].client
     return lowered.compile(options, device_assignment=tuple(devices[:count]))
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
-    """`mesh.make_mesh` without devices."""
-    # Auto, as a `Mesh` is; of an abstract one JAX 0.12 would make the axes explicit.
+    """Returns the mesh of `mesh.make_mesh` as an AbstractMesh, without devices."""
+    # Auto is the default of `Mesh`, but JAX 0.12 gives an AbstractMesh explicit axes by default.
     kinds = (AxisType.Auto,) * len(mesh.AXES)
     return AbstractMesh(tuple(mesh.sizes(config.mesh).values()), mesh.AXES, axis_types=kinds)
 
 
 def inspect(config: Config, name: str, count: int, sampling: Sampling | None = None) -> dict[str, Inspection]:
-    """What compiling a task's programs for absent devices tells, by program; in a process of its own.
+    """Compiles a task's programs for absent devices, in a child process, and returns one Inspection per program.
 
     Args:
-      name: of the device, as `hardware.detect.named` knows it.
-      sampling: None for training.
+      config: Configuration of the run.
+      name: Device name, as accepted by `hardware.detect.named`.
+      count: Number of devices.
+      sampling: Sizes of a sampling run; None for training.
     Raises:
-      UserError: no such device or number of it, config.mesh takes another, or the compiler is not installed.
-      RunError: the compiler failed.
+      UserError: The device or device count is not supported, config.mesh needs another count, or the compiler is not
+        installed.
+      RunError: Compilation failed.
     """
     device = detect.named(name)
     if sampling is None:
@@ -142,8 +152,11 @@ def inspect(config: Config, name: str, count: int, sampling: Sampling | None = N
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the child process says: {"programs": {name: an Inspection's JSON}}, or {"error": one line} where the
-    request is at fault."""
+    """Runs a request in the child process.
+
+    Returns:
+      {"programs": {name: JSON of its Inspection}}, or {"error": one line} if the request is invalid.
+    """
     try:
         config = overrides.from_dict(request["config"])
         model = architectures.resolve_config(config)
@@ -163,7 +176,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Compilers write to standard output as they please; the answer is to be alone on it.
+    # Compilers may write to standard output. Send that to standard error, so that only the answer is on it.
     out = os.dup(1)
     os.dup2(2, 1)
     told = json.dumps(answer(json.load(sys.stdin)))

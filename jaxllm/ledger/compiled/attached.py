@@ -1,4 +1,4 @@
-"""The compiled column: what XLA's own buffer assignment and the program's text say."""
+"""Compiles a program and reads its memory, FLOPs and collectives from XLA's analyses and the HLO text."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from jaxllm.ledger.compiled import hlo
 from jaxllm.ledger.compiled import matmuls as products_lib
 from jaxllm.ledger.rows import Unknown, figure_from_json, figure_to_json
 
-# On the device; then the same in the host's memory, which are not in the device's.
+# Fields for device memory. The host memory fields are separate and not included in them.
 _FIELDS = {
     "arguments": "argument_size_in_bytes",
     "outputs": "output_size_in_bytes",
@@ -26,19 +26,19 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def figures(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Bytes on one device, and FLOPs.
+    """Returns XLA's memory figures, in bytes on one device, and FLOPs of a compiled program.
 
     Returns:
-      {"arguments", "outputs", "aliases", "temps", the same with "host_" before them, "peak", "flops"}: a number or
-      Unknown each. `peak` is arguments + outputs + temps − aliases: an output that takes over an argument's buffer
-      is one buffer. It is not the backend's own `peak_memory_in_bytes`, which leaves temporaries out on some. What
-      is in host memory is in the host's figures only.
+      {"arguments", "outputs", "aliases", "temps", the same four with the prefix "host_", "peak", "flops"}: each a
+      number or Unknown. `peak` is arguments + outputs + temps − aliases, since an output that aliases an argument
+      shares its buffer. It is not the backend's `peak_memory_in_bytes`, which omits temporaries on some backends.
+      Buffers in host memory are in the "host_" figures only.
     """
     return read(compiled.memory_analysis(), compiled.cost_analysis())
 
 
 def read(memory: Any, cost: Any) -> dict[str, Any]:
-    """The same from XLA's two analyses; either may be None or lack fields."""
+    """Extracts the result of `figures` from XLA's memory and cost analyses; either may be None or lack fields."""
     found: dict[str, Any] = {}
     for name, field in (_FIELDS | _HOST_FIELDS).items():
         value = getattr(memory, field, None)
@@ -51,21 +51,21 @@ def read(memory: Any, cost: Any) -> dict[str, Any]:
         found["peak"] = found["arguments"] + found["outputs"] + found["temps"] - found["aliases"]
     cost = cost[0] if isinstance(cost, (list, tuple)) and cost else cost
     flops = cost.get("flops") if isinstance(cost, dict) else None
-    # XLA writes a negative number, or nothing, where it cannot tell.
+    # XLA reports a negative number, or none, if the FLOPs are unknown.
     found["flops"] = int(flops) if flops is not None and flops >= 0 else Unknown("its cost analysis has no flops")
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What compiling a program told.
+    """Result of compiling a program: memory figures, collectives and matmuls, or the compiler's out-of-memory error.
 
     Attributes:
-      figures: of `figures`; all Unknown where the compiler refused.
-      collectives: of `collectives.summary`; Unknown where the text cannot be read.
-      products: fields of `products.Products`; likewise.
-      seconds: that compiling took.
-      refused: the compiler's own words where the program does not fit the device; "" where it does.
+      figures: Result of `figures`; all Unknown after an out-of-memory error, except a peak that the error names.
+      collectives: Result of `collectives.summary`; Unknown if the HLO text cannot be parsed.
+      products: Fields of `matmuls.Products`; Unknown if the HLO text cannot be parsed.
+      seconds: Compile time.
+      refused: The compiler's message if the program does not fit the device, else "".
     """
 
     figures: Mapping[str, Any]
@@ -99,12 +99,13 @@ def inspect(
     compile_: Callable[[], jax.stages.Compiled],
     figures_of: Callable[[jax.stages.Compiled], Mapping[str, Any]] = figures,
 ) -> Inspection:
-    """Compiles and reads what came of it. A program that the compiler finds too large for the device is a result.
+    """Compiles a program and inspects it; a compiler's out-of-memory error is returned, not raised.
 
     Args:
-      figures_of: where a backend's `memory_analysis` is not enough.
+      compile_: Function that compiles the program.
+      figures_of: Replaces `figures` for backends whose `memory_analysis` is not enough.
     Raises:
-      jax.errors.JaxRuntimeError: the compiler failed for another reason.
+      jax.errors.JaxRuntimeError: Compilation failed for another reason.
     """
     begun = time.perf_counter()
     try:
@@ -120,13 +121,13 @@ def inspect(
         module = hlo.parse(compiled.as_text() or "")
         collectives = collectives_lib.summary(collectives_lib.collectives(module))
         products = dataclasses.asdict(products_lib.products(module))
-    except (ValueError, KeyError, IndexError) as error:  # a spelling of XLA's that we do not know yet
+    except (ValueError, KeyError, IndexError) as error:  # HLO syntax that the parser does not support
         collectives = products = Unknown(f"the program's text cannot be read: {type(error).__name__}: {error}")
     return Inspection(figures_of(compiled), collectives, products, seconds)
 
 
 def refusal(message: str, seconds: float) -> Inspection:
-    """What a compiler's RESOURCE_EXHAUSTED tells: `peak` is the size that it names, where it names one."""
+    """Builds the Inspection of a RESOURCE_EXHAUSTED error; `peak` is the size in its message, else Unknown."""
     told = " ".join(message.split())
     told = told[told.find("RESOURCE_EXHAUSTED") :]
     first = re.split(r"(?<=[a-z).]\.) (?=[A-Z])", told)[0]

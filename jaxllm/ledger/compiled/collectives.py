@@ -1,4 +1,4 @@
-"""The collectives of a program, from its text: what each moves, between how many devices, and how often."""
+"""Collectives of a compiled program, parsed from its HLO text: bytes moved, devices per group and number of runs."""
 
 import collections
 import dataclasses
@@ -18,12 +18,12 @@ class Collective:
     """One collective operation of one computation, as one device sees it.
 
     Attributes:
-      op: of COLLECTIVES; an asynchronous one is named by what it does, and counted where it starts.
-      operands, results: arrays that this device gives and gets; several where XLA combined them.
-      devices: that take part with this one.
-      runs: how often it runs, and what is not known of that.
-      computation: where it stands.
-      note: the operation of the model that it comes from (`op_name`), "" where XLA lost it.
+      op: One of COLLECTIVES. An asynchronous one is named like its synchronous form and counted where it starts.
+      operands, results: Input and output arrays on this device; several if XLA combined collectives.
+      devices: Number of devices in the group, this one included.
+      runs: Number of runs, and what is unknown about it.
+      computation: Name of the computation that contains it.
+      note: `op_name` metadata, the model operation it comes from; "" if XLA dropped it.
     """
 
     op: str
@@ -36,12 +36,12 @@ class Collective:
 
     @property
     def operand_bytes(self) -> int:
-        """One time."""
+        """Bytes of the operands of one run."""
         return sum(shape.bytes for shape in self.operands)
 
     @property
     def result_bytes(self) -> int:
-        """One time."""
+        """Bytes of the results of one run."""
         return sum(shape.bytes for shape in self.results)
 
     @property
@@ -50,10 +50,10 @@ class Collective:
 
     @property
     def volume(self) -> int:
-        """Elements that a device sends in all its runs, as the ZeRO paper counts (Rajbhandari et al. 2020, §7).
+        """Elements that a device sends over all runs, as counted in the ZeRO paper (Rajbhandari et al. 2020, §7).
 
-        A ring gathers or reduce-scatters Ψ elements by sending Ψ(n−1)/n of them, counted as Ψ; an all-reduce is one
-        of each, 2Ψ. Of the others: what is sent.
+        A ring all-gather or reduce-scatter of Ψ elements sends Ψ(n−1)/n of them, counted as Ψ. An all-reduce is one of
+        each, 2Ψ. Other collectives count their operands.
         """
         if self.devices == 1:
             return 0
@@ -63,7 +63,7 @@ class Collective:
 
     @property
     def ring_bytes(self) -> float:
-        """Bytes that a device sends in all its runs, where the others are in one ring."""
+        """Bytes that a device sends over all runs with ring algorithms."""
         n = self.devices
         if n == 1:
             return 0.0
@@ -73,7 +73,7 @@ class Collective:
 
 
 def collectives(module: Module) -> list[Collective]:
-    """All that run, in the order of the text within each computation."""
+    """Returns the executed collectives of a module, in text order within each computation."""
     found = []
     for computation, instruction, runs in executed(module):
         op = instruction.opcode.removesuffix("-start")
@@ -81,7 +81,7 @@ def collectives(module: Module) -> list[Collective]:
             continue
         results: tuple[Shape, ...] | None = None
         if op == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
-            op, results = "reduce-scatter", tuple(computation.root.shapes)  # a TPU's, in one fusion with its slice
+            op, results = "reduce-scatter", tuple(computation.root.shapes)  # a TPU fuses an all-reduce with a slice
         operands = tuple(s for name in instruction.operands for s in computation.instructions[name].shapes)
         found.append(
             Collective(
@@ -98,7 +98,7 @@ def collectives(module: Module) -> list[Collective]:
 
 
 def _is_continued(computation: Computation, instruction: Instruction) -> bool:
-    """Whether this is a later part of an asynchronous collective that a TPU spreads over fusions: each has a copy."""
+    """Returns True for the copies of an asynchronous TPU collective in the fusions after the one that starts it."""
     chained = "chain_id=" in instruction.attributes
     return chained and not any("AsyncCollectiveStart" in i.attributes for i in computation.instructions.values())
 
@@ -109,7 +109,7 @@ def _note(instruction: Instruction) -> str:
 
 
 def _results(instruction: Instruction, operands: int) -> tuple[Shape, ...]:
-    """Without the operands and handles that the type of an asynchronous one has beside them."""
+    """Returns the result shapes, without the operands and handles in the type of an asynchronous collective."""
     found = instruction.shapes
     if instruction.opcode.endswith("-start") and len(found) >= 2 * operands:
         found = found[operands : 2 * operands]
@@ -117,7 +117,7 @@ def _results(instruction: Instruction, operands: int) -> tuple[Shape, ...]:
 
 
 def _devices(attributes: str, all_devices: int) -> int:
-    """Devices in one group of `replica_groups`, in any of its three spellings; or in the pairs of a permutation."""
+    """Returns the group size from `replica_groups`, in any of its three notations, or `source_target_pairs`."""
     if match := re.search(r"source_target_pairs=\{((?:\{[\d,\s]*\}[,\s]*)*)\}", attributes):
         return len(set(re.findall(r"\d+", match[1])))
     if match := re.search(r"replica_groups=\{\s*\{([\d,\s]*)\}", attributes):
@@ -132,12 +132,12 @@ def _devices(attributes: str, all_devices: int) -> int:
 
 
 def summary(found: Iterable[Collective]) -> list[dict[str, Any]]:
-    """The collectives by operation, dtype and group: how often, and what they move, as JSON.
+    """Aggregates collectives by operation, dtype, group size and loop uncertainty, as JSON.
 
     Returns:
       [{"op", "dtype", "devices", "count", "operand_bytes", "result_bytes", "ring_bytes", "volume", "unknown_loops",
-      "conditional"}], the largest first. Bytes and elements are those of all runs; `unknown_loops` names loops of which
-      one trip is counted.
+      "conditional"}], largest `ring_bytes` first. Bytes and elements are totals over all runs. `unknown_loops` names
+      loops with unknown trip count, counted as one trip.
     """
     by: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
     for c in found:

@@ -1,7 +1,7 @@
-"""Reads optimized HLO, the text of `compiled.as_text()`: computations and their instructions.
+"""Parser of optimized HLO, the text of `compiled.as_text()`, into computations and instructions.
 
-How often each of them runs is in `ledger.hlo_runs`; what they do is counted by `ledger.collectives` and
-`ledger.products`.
+`ledger.compiled.hlo_runs` counts how often each computation runs; `ledger.compiled.collectives` and
+`ledger.compiled.matmuls` count communication and FLOPs.
 """
 
 import dataclasses
@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import Mapping
 
-# Bits of a number; XLA packs two of the 4-bit ones in a byte. token[] and opaque[] hold nothing.
+# Bits per element of dtypes whose name does not give them (4-bit elements are packed two per byte).
+# token[] and opaque[] are empty.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of one array."""
+    """Dtype and dimensions of one array."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -32,14 +33,14 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line.
+    """One HLO instruction, a line of the text.
 
     Attributes:
-      name, opcode: as written, without the percent sign.
-      type: of the result, as written: an array's, or a tuple's in parentheses.
-      operands: names, in order; of constants and parameters the literal or number.
-      attributes: all that follows the operands, as written.
-      root: whether it is what its computation returns.
+      name, opcode: As in the text, without the percent sign.
+      type: Result type as in the text: that of an array, or of a tuple in parentheses.
+      operands: Names of the operands, in order; the literal of a constant, the number of a parameter.
+      attributes: Text after the operands, unparsed.
+      root: True if its computation returns it.
     """
 
     name: str
@@ -51,11 +52,11 @@ class Instruction:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of the result; of a tuple, those of its leaves."""
+        """Shapes of the result: one for an array, those of the leaves for a tuple."""
         return shapes(self.type)
 
     def called(self, *attributes: str) -> list[str]:
-        """Computations that these attributes name."""
+        """Returns the names of the computations that the given attributes refer to."""
         found = []
         for attribute in attributes:
             match = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
@@ -65,7 +66,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in their order."""
+    """One HLO computation: its instructions by name, in the order of the text."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -77,12 +78,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program.
+    """A parsed HLO module.
 
     Attributes:
-      header: its first line.
-      computations: by name.
-      entry: name of the one that runs.
+      header: The `HloModule` line.
+      computations: Computations by name.
+      entry: Name of the entry computation.
     """
 
     header: str
@@ -91,28 +92,28 @@ class Module:
 
     @property
     def devices(self) -> int:
-        """Devices that it runs on together."""
+        """Number of devices that the program runs on: partitions × replicas."""
         counts = dict(re.findall(r"\b(num_partitions|replica_count)=(\d+)", self.header))
         return math.prod(int(count) for count in counts.values())
 
     @property
     def aliased_parameters(self) -> frozenset[int]:
-        """Arguments whose buffers an output takes over, by number: what donation came to."""
+        """Parameter numbers whose buffers an output aliases: the donations that XLA could use."""
         match = re.search(r"input_output_alias=\{((?:[^{}]|\{[^{}]*\})*)\}", self.header)
         return frozenset(int(n) for n in re.findall(r":\s*\((\d+),", match[1])) if match else frozenset()
 
 
 def shapes(text: str) -> list[Shape]:
-    """Of an array's type, or of the leaves of a tuple's."""
+    """Returns the shape in an array type, or the shapes of the leaves in a tuple type."""
     found = re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]", text)
     return [Shape(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in found]
 
 
 def parse(text: str) -> Module:
-    """The program of an HLO text.
+    """Parses an HLO text.
 
     Raises:
-      ValueError: the text has no entry computation, or a line in a computation that is no instruction.
+      ValueError: The text has no entry computation, or a line of a computation is not an instruction.
     """
     computations, entry, current = {}, "", None
     header = next((line for line in text.splitlines() if line.startswith("HloModule")), "")
@@ -150,13 +151,13 @@ def _instruction(line: str) -> Instruction:
     inside = rest[len(opcode) + 1 : end - 1]
     names = tuple(re.findall(r"%([\w.\-]+)", inside))
     if not names and inside.strip():
-        # Constants and parameters; and texts that are printed without percent signs.
+        # Constants, parameters, and texts printed without percent signs.
         names = (inside.strip(),) if opcode in ("constant", "parameter") else tuple(re.split(r",\s*", inside))
     return Instruction(start["name"], opcode, result, names, rest[end:].lstrip(", "), bool(start["root"]))
 
 
 def _closing(text: str, start: int) -> int:
-    """The index after the bracket that closes the one at `start`; brackets in quotes do not count."""
+    """Returns the index after the bracket that closes the first one from `start` on; quoted brackets do not count."""
     depth, quoted, i = 0, False, start
     while i < len(text):
         letter = text[i]

@@ -1,6 +1,7 @@
-"""How often each computation of an HLO text runs: the product of the trip counts of the loops around it.
+"""Counts how often each computation of an HLO module runs: the product of the trip counts of its enclosing loops.
 
-A trip count is what XLA notes with the loop, or it is read off the loop's counter, where that is plain to see.
+A trip count is XLA's `known_trip_count`, or is derived from the loop's counter if its start, step and limit are
+constants.
 """
 
 import collections
@@ -11,18 +12,18 @@ from typing import NamedTuple
 
 from jaxllm.ledger.compiled.hlo import Computation, Instruction, Module
 
-# Instructions that give their operand's number on.
+# Instructions that pass the value of their operand through.
 _SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "opt-barrier")
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """How often a computation runs.
+    """Number of times a computation runs, and what is unknown about it.
 
     Attributes:
-      times: the product of the trip counts of the loops around it.
-      unknown: loops around it whose trip count is not in the text: `times` is for one trip of each.
-      conditional: whether a branch that need not be taken is around it: `times` is the most.
+      times: Product of the trip counts of the enclosing loops.
+      unknown: Enclosing loops with unknown trip count; `times` counts one trip of each.
+      conditional: True inside a branch of a conditional; `times` is then an upper bound.
     """
 
     times: int
@@ -31,14 +32,14 @@ class Runs:
 
 
 class _Linear(NamedTuple):
-    """slope · counter + offset."""
+    """Linear function of a loop counter: slope · counter + offset."""
 
     slope: int
     offset: int
 
 
 class _Scope(NamedTuple):
-    """A computation, and what its parameters stand for in its caller."""
+    """A computation with the operands that its caller binds to its parameters."""
 
     computation: Computation
     caller: "_Scope | None" = None
@@ -46,9 +47,9 @@ class _Scope(NamedTuple):
 
 
 def runs(module: Module) -> dict[str, list[Runs]]:
-    """Computation -> how often it runs, once for each place in its callers that differs in more than number.
+    """Returns the run counts per computation: one entry per combination of `unknown` and `conditional`.
 
-    Computations that are applied to single numbers (of reductions, sorts, scatters) are not in it.
+    Scalar computations (of reductions, sorts, scatters) are not included.
     """
     found: dict[str, dict[tuple[tuple[str, ...], bool], int]] = collections.defaultdict(collections.Counter)
 
@@ -63,7 +64,7 @@ def runs(module: Module) -> dict[str, list[Runs]]:
 
 
 def executed(module: Module) -> Iterator[tuple[Computation, Instruction, Runs]]:
-    """Every instruction that runs, with how often."""
+    """Yields every executed instruction with its computation and run count."""
     for name, several in runs(module).items():
         computation = module.computations[name]
         for instruction in computation.instructions.values():
@@ -93,10 +94,12 @@ def _callees(module: Module, name: str, instruction: Instruction, here: Runs) ->
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Trips of a `while`; None where the text does not tell: a loop that ends by what it computes.
+    """Returns the trip count of a `while`; None if it is not in the text, as for a data-dependent loop.
 
     Args:
-      computation: where the loop stands.
+      module: The program.
+      computation: Computation that contains the loop.
+      loop: The `while` instruction.
     """
     known = re.search(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)', loop.attributes)
     if known:
@@ -113,13 +116,13 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _counters(module: Module, condition: Computation) -> list[int]:
-    """Elements of the loop's state that its condition reads."""
+    """Returns the indices of the loop state elements that the loop condition reads."""
     reads = (i for i in condition.instructions.values() if i.opcode == "get-tuple-element")
     return [int(re.findall(r"index=(\d+)", i.attributes)[0]) for i in reads]
 
 
 def _limit(module: Module, scope: _Scope, counter: int) -> _Linear | None:
-    """n, where the condition is `counter < n`."""
+    """Returns n if the condition is `counter < n` (or `n > counter`) with constant n, else None."""
     root = scope.computation.root
     while root.opcode in ("fusion", "call"):
         inner = module.computations[root.called("calls", "to_apply")[0]]
@@ -137,7 +140,7 @@ def _limit(module: Module, scope: _Scope, counter: int) -> _Linear | None:
 
 
 def _element(module: Module, scope: _Scope, name: str, index: int, counter: int | None = None) -> _Linear | None:
-    """Element `index` of a tuple-shaped instruction."""
+    """Returns element `index` of a tuple-shaped instruction as a linear function of the counter, or None if unknown."""
     instruction = scope.computation.instructions[name]
     if instruction.opcode == "tuple":
         return _value(module, scope, instruction.operands[index], counter)
@@ -147,7 +150,7 @@ def _element(module: Module, scope: _Scope, name: str, index: int, counter: int 
 
 
 def _value(module: Module, scope: _Scope, name: str, counter: int | None) -> _Linear | None:
-    """A number in terms of the loop's counter; None where it is none of the forms that loops are written in."""
+    """Returns a scalar as a linear function of the loop counter; None if its form is not supported."""
     instruction = scope.computation.instructions[name]
     operands = instruction.operands
     if instruction.opcode == "constant":

@@ -1,8 +1,8 @@
-"""The FLOPs of a program's matrix products, from its text.
+"""Counts the FLOPs of a program's matmuls from its HLO text.
 
-XLA's own cost analysis is not there for an absent GPU, and counts the body of most loops once; this counts every trip.
-A product with a vector that XLA writes as a multiplication and a sum is no product in the text, and is not counted:
-decoding one sequence on a TPU is mostly those.
+XLA's cost analysis is unavailable for an absent GPU and counts the body of most loops once; this counts every trip.
+Matrix-vector products that XLA rewrites as multiply and reduce are not matmuls in the text and are not counted; they
+dominate decoding of one sequence on a TPU.
 """
 
 import collections
@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm.ledger.compiled.hlo import Computation, Instruction, Module
 from jaxllm.ledger.compiled.hlo_runs import executed
 
-# Custom calls that are no arithmetic.
+# Custom calls without arithmetic.
 _NO_PRODUCTS = (
     "AllocateBuffer",
     "AssumeGatherIndicesInBound",
@@ -32,13 +32,13 @@ _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Matrix products of a program.
+    """FLOPs and run counts of a program's matmuls.
 
     Attributes:
-      flops: 2 · M · N · K of each, batch included, times its runs.
-      count: runs of them.
-      uncounted: what may be or hold a product and is not in `flops`, by name, with its runs.
-      unknown_loops: loops of which one trip is counted.
+      flops: Sum of 2 · M · N · K, batch dimensions included, times the number of runs.
+      count: Total number of matmul runs.
+      uncounted: Number of runs, by name, of operations that may contain a matmul and are not in `flops`.
+      unknown_loops: Loops with unknown trip count, counted as one trip.
     """
 
     flops: int
@@ -48,7 +48,7 @@ class Products:
 
 
 def products(module: Module) -> Products:
-    """FLOPs of all products that run, on one device. The branches of a conditional all count."""
+    """Counts the matmuls executed on one device, with all branches of conditionals."""
     flops = count = 0
     uncounted: collections.Counter[str] = collections.Counter()
     unknown: set[str] = set()
@@ -68,7 +68,7 @@ def products(module: Module) -> Products:
 
 
 def _flops(computation: Computation, instruction: Instruction) -> int | None:
-    """Of one run; None where this is no plain product."""
+    """Returns the FLOPs of one run, or None if the instruction is not a plain matmul."""
     attributes = instruction.attributes
     if instruction.opcode == "dot":
         contracted = [int(d) for d in re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)[0].split(",") if d]
@@ -82,14 +82,15 @@ def _flops(computation: Computation, instruction: Instruction) -> int | None:
     else:
         return None
     left = computation.instructions[instruction.operands[0]].shapes[0]
-    # A gemm's type may be a tuple of its product and a workspace.
+    # The type of a GEMM may be a tuple of its output and a workspace.
     return 2 * instruction.shapes[0].elements * math.prod(left.dims[d] for d in contracted)
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> int | None:
-    """A TPU writes matrix products as convolutions, batch dimensions as spatial ones, padded and dilated.
+    """Returns the FLOPs of a convolution, the form in which the TPU compiler writes matmuls.
 
-    A position of the window that falls on padding, or between the dilated numbers, is no work.
+    Batch dimensions become padded and dilated spatial dimensions. Window positions on padding or between dilated
+    elements do no work and are not counted.
     """
     labels = re.search(r"dim_labels=([a-z\d]+)_([a-z\d]+)->([a-z\d]+)", instruction.attributes)
     if not labels:
@@ -101,7 +102,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
     result = dict(zip(labels[3], instruction.shapes[0].dims, strict=True))
     window = _window(instruction.attributes, len(labels[1]) - 2)
     batch_groups = re.search(r"batch_group_count=(\d+)", instruction.attributes)
-    # The kernel's input features are those of one feature group.
+    # The kernel's "i" dimension is already that of one feature group.
     flops = 2 * right["i"] * result["f"] * left["b"] // (int(batch_groups[1]) if batch_groups else 1)
     for i in range(len(labels[1]) - 2):
         size, stride, low, spread, dilation = (
@@ -114,7 +115,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
 
 
 def _window(attributes: str, dims: int) -> dict[str, list[int]]:
-    """`window={size=3x1 pad=1_1x0_0 …}`: of each spatial dimension; of the padding that before it."""
+    """Parses `window={size=3x1 pad=1_1x0_0 …}` into one value per spatial dimension; "pad" is the low side."""
     text = re.search(r"window=\{([^}]*)\}", attributes)
     told = dict(re.findall(r"(\w+)=(\S+)", text[1])) if text else {}
     found = {}

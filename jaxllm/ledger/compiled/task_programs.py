@@ -1,4 +1,4 @@
-"""Which programs a bill is of: the same objects that the trainer and the decoder run."""
+"""Selects the programs of a task, the same objects that the trainer and the decoder run."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ from jaxllm.step.precision import policy_for
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Inference on one device.
+    """Sizes and cache format of inference on one device.
 
     Attributes:
-      batch: sequences at a time.
-      context: tokens of prompt and text a sequence may have.
-      chunk: prompt tokens of each sequence that one prefill takes.
-      steps: tokens of each that one decode call makes at most.
-      cache: format of keys and values: int8, or what programs compute with.
+      batch: Number of sequences decoded together.
+      context: Maximum tokens per sequence, prompt included.
+      chunk: Prompt tokens per sequence that one prefill call processes.
+      steps: Maximum tokens per sequence that one decode call generates.
+      cache: Format of keys and values: int8, or any other for the compute dtype.
     """
 
     batch: int
@@ -35,12 +35,14 @@ class Sampling:
 def programs_of(
     config: Config, model: Architecture, platform: str, over: Mesh | AbstractMesh, sampling: Sampling | None
 ) -> dict[str, Program]:
-    """By name: `train_step`; or `prefill` and `decode`.
+    """Returns the programs of a task by name: `train_step` for training, `prefill` and `decode` for sampling.
 
     Args:
-      platform: that they are to run on: cpu | gpu | tpu.
-      over: the mesh of a training run.
-      sampling: None for training.
+      config: Configuration of the run.
+      model: Architecture of the model.
+      platform: Platform that the programs run on: cpu | gpu | tpu.
+      over: Mesh of a training run; not used for sampling.
+      sampling: Sizes of a sampling run; None for training.
     """
     if sampling is None:
         recipe = programs.make_recipe(config, model, platform)
@@ -54,5 +56,5 @@ def programs_of(
 
 
 def cache_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """Of keys and values in a format: int8, or any other for what programs compute with."""
+    """Returns the dtype of keys and values: int8 for format int8, the compute dtype `dtype` for any other."""
     return jnp.int8 if name == INT8 else dtype

@@ -1,9 +1,9 @@
-"""What the TPU compiler's own report says of its buffers.
+"""Reads peak and temporary memory from the buffer report that the TPU compiler dumps.
 
-Where a program takes over its arguments' buffers, the `memory_analysis` of an absent TPU's program is of no use: it
-counts those arguments among the temporaries of some programs and not of others (libtpu of JAX 0.10.2; a product of
-16,384² with one argument of 256 MiB and 1,024 MiB of temporaries is told as 1,280 MiB of them, and as 768 MiB where
-nothing is donated). The report that it writes with `xla_dump_to` has the sum of its buffer assignment, by memory space.
+For programs with donated arguments, the `memory_analysis` of an absent TPU is unusable: it counts donated arguments as
+temporaries in some programs and not in others. Example (libtpu of JAX 0.10.2): for a 16,384² matmul with one argument
+of 256 MiB and 1,024 MiB of temporaries, it reports 1,280 MiB of temporaries, and 768 MiB if nothing is donated. The
+report written with `xla_dump_to` has the total of the buffer assignment per memory space.
 """
 
 import pathlib
@@ -11,15 +11,15 @@ import re
 from typing import Any
 
 _TOTAL = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
-# A donated argument's allocation is its output's too: `allocation 1: size 512, parameter 0, … maybe-live-out:`.
+# A donated argument shares its allocation with an output: `allocation 1: size 512, parameter 0, … maybe-live-out:`.
 _ARGUMENT = re.compile(r"^allocation \d+: size (\d+), parameter (?!.*\bcolor\b)", re.MULTILINE)
 
 
 def figures(folder: pathlib.Path) -> dict[str, Any]:
-    """{"temps", "peak"} in bytes of one device's main memory; {} where the report is not there.
+    """Returns {"temps", "peak"} in bytes of main memory on one device, or {} if there is no report.
 
     Args:
-      folder: that was given as `xla_dump_to`; of several modules the one that needs most is the program.
+      folder: Value of `xla_dump_to`. If it has several modules, the one with the highest peak is the program.
     """
     best: dict[str, Any] = {}
     for report in folder.glob("*after_optimizations-memory-usage-report.txt"):

@@ -1,1 +1,1 @@
-"""The ledger of a run: printed before it, checked against it, consulted when memory runs out."""
+"""Ledger of a run: printed before it starts, checked against measurements, and used to explain out-of-memory errors."""

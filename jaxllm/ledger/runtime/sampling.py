@@ -1,4 +1,4 @@
-"""The ledger in sampling: shown and settled before anything is allocated, held against what was, told in a shortage."""
+"""Sampling bill: printed and checked before allocation, compared with measurements, used to explain OOM errors."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ Say = Callable[[str], None]
 
 
 class SamplingBill:
-    """What sampling shows of the ledger, what it is admitted by, and what it is measured against.
+    """Ledger of a sampling run: its summary, admission check, comparison with measurements and OOM message.
 
     Args:
-      name, model: of what is sampled.
-      batch: sequences at a time.
-      context: tokens of prompt and text that each may have.
-      chunk: prompt tokens taken at a time.
-      device: this machine's by default.
-      held: bytes of it that others have; asked of it by default.
-      cache: format of keys and values; None where there is no cache, and all is computed anew for every token.
+      name, model: Name and architecture of the model.
+      batch: Number of sequences decoded together.
+      context: Maximum tokens per sequence, prompt included.
+      chunk: Prompt tokens processed per prefill call.
+      device: Device specification; this machine's by default.
+      held: Bytes on the device in use by others; measured by default.
+      cache: Format of keys and values; None for no cache, where every token runs a whole forward pass.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SamplingBill:
         self.ledger = billed(batch, context)
 
     def lines(self) -> list[str]:
-        """The bill in short: rows, total, capacity, verdict."""
+        """Returns the summary of the bill: rows, total, capacity and verdict."""
         ledger = self.ledger
         told = [f"ledger: {ledger.model}, {ledger.parameters:,} parameters, {self._batch} × {self._context:,} tokens"]
         for phase in (PERSISTENT, ledger.peak_phase):
@@ -69,21 +69,25 @@ class SamplingBill:
         return told
 
     def room(self) -> Room | Unknown:
-        """Whether it fits, and the largest that would."""
+        """Returns the admission result, or Unknown if the capacity is unknown."""
         has = self.ledger.capacity_bytes
         return has if isinstance(has, Unknown) else room(self._billed, self._batch, self._context, has)
 
     def admit(self) -> None:
-        """Raises UserError, with both numbers and the largest that fits, where it does not fit by the formulas."""
+        """Checks that the predicted peak fits the device.
+
+        Raises:
+          UserError: It does not fit; the message has both sizes and the largest batch and context that fit.
+        """
         if self.ledger.fits is False:
             raise UserError(f"{self.room()}; give fewer prompts at a time, shorter ones, or a lower --max_new_tokens")
 
     def reconcile(self, live: Mapping[str, int], compiled_peaks: Mapping[str, Figure]) -> list[str]:
-        """A line for what was measured beside the formulas.
+        """Returns one line that compares measured bytes with the formulas.
 
         Args:
-          live: bytes on the device, by kind of row: "weights", "KV cache".
-          compiled_peaks: of the programs by name, which begins with its phase, as XLA tells.
+          live: Live bytes on the device per row kind: "weights", "KV cache".
+          compiled_peaks: XLA's peak per program; the program's name is "prefill" or starts with "decode".
         """
         parts = []
         for kind, found in live.items():
@@ -99,11 +103,16 @@ class SamplingBill:
         return [f"ledger: measured: {'; '.join(parts)}"]
 
     def explain_shortage(self, doing: str, error: BaseException) -> str:
-        """What to tell where memory ran out."""
+        """Returns the out-of-memory message, with the largest batch or context that would fit.
+
+        Args:
+          doing: When memory ran out.
+          error: The out-of-memory exception.
+        """
         available = device_lib.available_bytes()
         ledger = dataclasses.replace(self.ledger, capacity_bytes=available)
         peak = ledger.peak_bytes
-        # Where the formulas said that it fits, they were wrong here: what fits has to need clearly less.
+        # The formulas may have predicted a fit and been wrong, so a suggestion must need clearly less.
         has = int(0.8 * peak) if isinstance(available, Unknown) else min(int(0.8 * peak), available)
         change = str(room(self._billed, self._batch, self._context, has)).rpartition("; ")[2]
         return out_of_memory.message(doing, error, ledger, device_lib.held_by_others(), change)

@@ -1,4 +1,4 @@
-"""The ledger in a training run: shown before it, held against it after its second step, told when memory runs out."""
+"""Training bill: printed before the run, compared with measurements after step 2, used to explain OOM errors."""
 
 import dataclasses
 import json
@@ -22,16 +22,16 @@ from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import Unknown, format_bytes
 from jaxllm.step.precision import policy_for
 
-# Of a predicted peak that did not fit after all: what a change must come down to.
+# After an OOM, a suggested change must reduce the predicted peak to this fraction.
 _ENOUGH_LESS = 0.8
 
 
 class TrainingBill:
-    """What the trainer shows of the ledger, and what it is measured against.
+    """Ledger of a training run: its printed bill, comparison with measurements and OOM message.
 
     Args:
-      config, model: of the run.
-      console: where to show it.
+      config, model: Configuration and architecture of the run.
+      console: Console to print to.
     """
 
     def __init__(self, config: Config, model: Architecture, console: Console):
@@ -48,10 +48,10 @@ class TrainingBill:
         self.peak_flops = peak * self._ledger.count if peak else None
 
     def show(self) -> None:
-        """Rows, total, capacity, verdict; and the change that would fit, where it does not.
+        """Prints rows, total, capacity and verdict; if the run does not fit, also a change that would.
 
         Raises:
-          RunError: it does not fit by the formulas, and config.ledger.check is strict.
+          RunError: The predicted peak does not fit and config.ledger.check is strict.
         """
         terminal.show_bill(self._ledger, self._device, self._console)
         if isinstance(self._held, int) and self._held and self._device.platform != "cpu":
@@ -65,11 +65,15 @@ class TrainingBill:
         self._say(f"WARNING: this run {verdict}. It is tried all the same; {change}", style="bold red")
 
     def reconcile(self, workdir: pathlib.Path, train_step: jax.stages.Compiled, state: Any) -> str:
-        """Holds the ledger against the program and the live arrays; shows it and writes `workdir/ledger.json`.
+        """Compares the ledger with the program and live arrays; prints it and writes `workdir/ledger.json`.
 
+        Args:
+          workdir: Folder of the run.
+          train_step: Compiled training step.
+          state: Live train state.
         Returns:
-          Why the run has to stop: config.ledger.check is strict and the persistent state is not what the ledger says
-          to the byte, or the peak not within config.ledger.tolerance. Otherwise "".
+          The reason to stop the run: config.ledger.check is strict and the persistent state or activations do not
+          match to the byte, or the peak is not within config.ledger.tolerance. Otherwise "".
         """
         if self._check == "off":
             return ""
@@ -88,16 +92,17 @@ class TrainingBill:
         return f"config.ledger.check is strict and the ledger is wrong: {'; '.join(faults)}" if strict else ""
 
     def explain_shortage(self, doing: str, error: BaseException, *more: str) -> str:
-        """What to tell where memory ran out.
+        """Returns the out-of-memory message, with a change that would fit.
 
         Args:
-          doing: when, `in step 3`.
-          more: lines that end the block.
+          doing: When memory ran out: `in step 3`.
+          error: The out-of-memory exception.
+          more: Last lines of the message.
         """
         capacity, peak = device_lib.available_bytes(), self._ledger.peak_bytes
         if isinstance(capacity, int) and self._device.platform == "cpu":
             capacity //= self._ledger.count
-        # Where the formulas said that it fits, they were wrong here: what fits has to need clearly less.
+        # The formulas may have predicted a fit and been wrong, so a change must need clearly less.
         room = int(_ENOUGH_LESS * peak)
         change = self._change(room if isinstance(capacity, Unknown) else min(room, capacity))
         ledger = dataclasses.replace(self._ledger, capacity_bytes=capacity)

@@ -1,8 +1,8 @@
-"""What prefill holds in a TPU's main memory beside weights and cache: its compiler's choice, stated as rules.
+"""Memory rules for prefill in a TPU's HBM, beside weights and cache.
 
-Read from the buffer assignments of programs for a v5e, v5p and v6e (libtpu of JAX 0.10.2). Layers come one after
-another, so that of attention, MLP, the copy of a table and the choice of a token only the largest counts. Held against
-no program: experts, of which all arrays are counted, and a forward pass without a cache.
+The rules come from the buffer assignments of programs for a v5e, v5p and v6e (libtpu of JAX 0.10.2). Layers run one
+after another, so only the largest of attention, MLP, the copy of a table and token sampling counts. Not checked against
+any program: experts, of which all arrays are counted, and a forward pass without a cache.
 """
 
 import dataclasses
@@ -21,15 +21,17 @@ from jaxllm.ledger.rows import PERSISTENT, PREFILL, Row
 from jaxllm.model.specs import param_specs
 
 _BFLOAT16 = 2
-# Arrays of logits while a token is drawn; as in decoding.
+# Arrays of logits while a token is sampled, as in decoding.
 _CHOICE = 8
 
 
 def state_padding(model: Architecture, batch: int, capacity: int, weight_dtype: str, cache_dtype: str) -> Row:
-    """What tiles add to weights and cache, where programs compute with weights as they are stored.
+    """Returns the row of tile padding of weights and cache, for programs that compute with weights as stored.
 
     Args:
-      cache_dtype: "" where there is no cache.
+      capacity: cache slots per sequence.
+      weight_dtype: format of the weights.
+      cache_dtype: format of the cache; "" if there is none.
     """
     itemsize = formats.compute_itemsize(weight_dtype, "tpu")
     arrays = [(spec.shape, itemsize) for spec in leaves(param_specs(model))]
@@ -49,13 +51,14 @@ def prefill_rows(
     phase: str = PREFILL,
     cached: bool = True,
 ) -> list[Row]:
-    """The rows of prefill, or of a forward pass without a cache.
+    """Returns the rows of prefill, or of a forward pass without a cache.
 
     Args:
-      phase: of the rows.
-      tokens: new ones of each sequence.
-      weight_dtype, cache_dtype: formats, as of `inference.inference`.
-      vector_memory: bytes of the device's that arrays of a program may have; `devices.Device.vector_memory`.
+      tokens: new tokens per sequence.
+      weight_dtype, cache_dtype: formats, as in `inference_memory.inference`.
+      vector_memory: bytes of vector memory available to a program's arrays; `hardware.spec.Device.vector_memory`.
+      phase: phase of the rows.
+      cached: True with a KV cache.
     """
     c = formats.compute_itemsize(weight_dtype, "tpu")
     one = Prefill(model, batch, capacity, tokens, c, cache_dtype, cached, vector_memory)
@@ -66,9 +69,9 @@ def prefill_rows(
 
 
 def _through_all_layers(one: Prefill) -> Iterator[Array]:
-    """What is made before the loop over layers."""
+    """Yields the arrays computed before the loop over layers and alive throughout it."""
     if one.c == FLOAT32:
-        # Under float32 products read bfloat16 all the same.
+        # Matmuls read bfloat16 under float32 too.
         specs = param_specs(one.model)
         numbers = sum(spec.size for spec in leaves([specs["layers"], specs["tail"]]) if spec.role == "matrix")
         formula = f"{numbers:,} × {_BFLOAT16} B"
@@ -90,7 +93,7 @@ def _mlp(one: Prefill) -> list[Array]:
 
 
 def _table(one: Prefill) -> list[Array]:
-    """A table whose rows do not fill the lanes lies by columns; the product to logits reads a copy by rows."""
+    """Returns the row-major copy that the logits matmul reads of a table stored by columns (rows do not fill the lanes)."""
     return one.outside([one.table], one.beside_cache) if one.model.width % tpu_tiles.LANES else []
 
 

@@ -1,19 +1,20 @@
-"""What attention of prefill holds in a TPU's main memory: plain products, so that scores are arrays of all heads.
+"""Memory rules for prefill attention in a TPU's HBM: plain matmuls, so scores are arrays over all heads.
 
-Of one layer, with K heads of keys of H numbers, G heads of queries for each, T new tokens and S slots:
+Arrays of one layer, with B sequences, K KV heads of H elements, G query heads per KV head, T new tokens and S slots (L
+layers):
 
-| array | numbers | there |
+| array | elements | present |
 |---|---|---|
-| scores, and their exponentials | B · K · G·T · S | once where one fusion makes both, else twice |
+| scores, and their exponentials | B · K · G·T · S | once if one fusion computes both, else twice |
 | masks of keys | B · T · S | always |
-| masks of keys, for each head | B · G · T · S | where heads share keys |
-| values, in float32 | B · K · S · H, in whole lanes | where they do not lie in the cache as bfloat16 |
-| the stack of values, turned | L · B · K · S · H, in whole lanes | likewise, where a head does not fill the lanes |
+| masks of keys, for each head | B · G · T · S | with grouped-query attention |
+| values, in float32 | B · K · S · H, in whole lanes | if the cache does not store them as bfloat16 |
+| the stack of values, transposed | L · B · K · S · H, in whole lanes | as above, if a head does not fill the lanes |
 
-Of the last two: XLA then has a kernel of its own ("online-softmax") that reads scores and values once, so that no
-exponentials are written. It wants a head's numbers along the lanes, where such a cache has its slots, and XLA turns the
-stack of all layers in each of them. Scores take its place, if they fit there; else they lie behind the values. Of GPT-2
-with chunks of 32 tokens XLA turned none, where the bill has one (half too much).
+With the last two, XLA uses a kernel of its own ("online-softmax") that reads scores and values once, so no exponentials
+are written. The kernel needs a head's elements along the lanes, where such a cache has its slots, so XLA transposes the
+stack of all layers in every layer. Scores reuse the transposed stack's buffer if they fit; otherwise they are placed
+after the values. For GPT-2 with chunks of 32 tokens XLA transposes no stack, but the bill has one (half too much).
 """
 
 import dataclasses
@@ -24,10 +25,10 @@ from jaxllm.ledger.formula.fitted.infer.forward_pass import Array, size_of
 from jaxllm.ledger.formula.fitted.infer.tpu_pass import Prefill, array
 from jaxllm.model.specs import cache_slots
 
-# With more slots than this XLA mostly makes two arrays of scores and exponentials. From so many on it takes the keys of
-# a query part by part, and makes one.
+# Above _TWICE slots XLA mostly uses two arrays, scores and exponentials. From _IN_PARTS slots on it processes the keys
+# of a query in parts, and uses one.
 _TWICE, _IN_PARTS = 2048, 12288
-# Slots and tokens up to which it may, and may not.
+# Slots and tokens up to which XLA may use one array or two.
 _FEW_SLOTS, _FEW_TOKENS = 1024, 128
 _EXPONENTIALS = "exponentials of scores"
 
@@ -61,15 +62,16 @@ def attention(one: Prefill, kind: str) -> list[Array]:
 
 
 def _in_place_of_masks(left: list[Array]) -> list[Array]:
-    """Masks are of no use once they are added to scores: exponentials take their place, if they fit there."""
+    """Drops the exponentials if they fit the buffers of the masks, which are dead once added to the scores."""
     room = size_of([each for each in left if each.name.startswith("masks")])
     return [each for each in left if each.name != _EXPONENTIALS or each.size > room]
 
 
 def _beside_turned(one: Prefill, left: list[Array], values: Array, slots: int) -> list[Array]:
-    """The fullest layout of what is in main memory, where the stack of values is turned first.
+    """Returns the largest live set in HBM when XLA first transposes the stack of values.
 
-    Values are made of it and lie behind it. What comes then has its place, or lies behind the values.
+    Values are computed from the transposed stack and placed after it. Later arrays reuse the stack's buffer, or are
+    placed after the values.
     """
     stack = (max(one.model.repeats, 1), one.batch, one.model.kv_heads, slots, one.lanes)
     whole = array("stack of values, turned", stack, formats.cache_itemsize(one.cache_dtype)[0])
@@ -80,15 +82,15 @@ def _beside_turned(one: Prefill, left: list[Array], values: Array, slots: int) -
         return max(turned, later, key=size_of)
     if size_of(later) <= whole.size:
         return [whole, values]
-    # Scores are the largest of them, and masks fill the place.
+    # Scores are the largest of the later arrays; masks reuse the stack's buffer.
     return [whole, values, later[0], *(each for each in later[1:] if each.size > whole.size)]
 
 
 def _written_twice(one: Prefill, slots: int) -> bool:
-    """Whether the scores of a layer and their exponentials are two arrays.
+    """Returns True if the scores of a layer and their exponentials are two arrays.
 
-    Of short chunks, of a single head of keys, and of 3,072 slots, XLA makes two in some programs and one in others that
-    hardly differ: the bill has two.
+    For short chunks, a single KV head, or 3,072 slots, XLA uses two in some programs and one in others that hardly
+    differ. The bill has two.
     """
     if one.wide_values or slots >= _IN_PARTS:
         return False

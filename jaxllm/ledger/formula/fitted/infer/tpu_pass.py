@@ -1,8 +1,9 @@
-"""One run of a model's prefill on a TPU, and what of its arrays is in main memory.
+"""One prefill pass on a TPU, and the rule for which of its arrays are in HBM.
 
-An array that fits the vector memory takes no main memory (`devices.Device.vector_memory`). XLA chooses by what is read
-most. Here the larger ones come first, beside what stays through the whole program: a cache that fits whole, or else a
-table of words that is fetched ahead; and scales. With long patterns of layers, what is kept for other layers fills it.
+An array that fits vector memory takes no HBM (`hardware.spec.Device.vector_memory`). XLA prefers the arrays that are
+read most. The rule here places larger arrays first, after those that stay for the whole program: a cache that fits
+whole, or else a prefetched embedding table; and scales. With long layer patterns, arrays of other layers fill vector
+memory.
 """
 
 import dataclasses
@@ -16,29 +17,31 @@ from jaxllm.ledger.formula.fitted.infer.forward_pass import Array
 from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.model.specs import cache_slots, cache_specs
 
-# Layers of a pattern from which on vector memory is full of what is kept for others of them.
+# Layers per pattern from which on arrays of its other layers fill vector memory.
 _LONG = 3
 
 
 def cache_arrays(model: Architecture, batch: int, capacity: int, cache_dtype: str) -> list[tuple[tuple[int, ...], int]]:
-    """(shape, bytes a number) of the arrays of a cache."""
+    """Returns (shape, bytes per element) of each array of a cache."""
     itemsize, scale = formats.cache_itemsize(cache_dtype)
     specs = leaves(cache_specs(model, batch, capacity, scaled=scale > 0))
     return [(spec.shape, scale if spec.role == "cache scale" else itemsize) for spec in specs]
 
 
 def array(name: str, shape: tuple[int, ...], itemsize: int, kind: str = "") -> Array:
-    """An array of so many bytes a number."""
+    """Returns an array of this shape with tile padding and `itemsize` bytes per element."""
     formula = " × ".join(f"{size:,}" for size in shape)
     return Array(name, tpu_tiles.padded_bytes(shape, itemsize), f"{formula} × {itemsize} B", kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """One run over `tokens` new tokens of each of `batch` sequences, as of `inference_workspaces.workspace_rows`.
+    """One prefill pass over `tokens` new tokens of each of `batch` sequences; see `workspaces.workspace_rows`.
 
     Attributes:
-      c: bytes of a number that computes.
+      c: bytes per element of the compute dtype.
+      cached: True with a KV cache.
+      vector_memory: bytes of vector memory available to a program's arrays.
     """
 
     model: Architecture
@@ -60,23 +63,23 @@ class Prefill:
 
     @property
     def wide_values(self) -> bool:
-        """Whether values are not read as they lie: int8, or float32."""
+        """True if values are not read as stored: float32 compute, or a cache in another dtype (int8)."""
         return self.c == FLOAT32 or (self.cached and formats.cache_itemsize(self.cache_dtype)[0] != self.c)
 
     @property
     def lanes(self) -> int:
-        """Of a head's numbers, in whole rows of them."""
+        """Elements of a head, rounded up to whole lanes."""
         return tpu_tiles.up(self.model.head_dim, tpu_tiles.LANES)
 
     @property
     def table(self) -> Array:
-        """The words' embeddings, or the head, by rows."""
+        """Row-major copy of the token embeddings or of the head, padded to whole lanes."""
         shape = (self.model.vocab_size, tpu_tiles.up(self.model.width, tpu_tiles.LANES))
         return array("table by rows", shape, self.c, "weights")
 
     @property
     def beside_cache(self) -> int:
-        """Vector memory that a cache leaves which fits it whole."""
+        """Bytes of vector memory left beside the cache; all of it if the cache does not fit whole."""
         if not self.cached:
             return self.vector_memory
         arrays = cache_arrays(self.model, self.batch, self.capacity, self.cache_dtype)
@@ -85,9 +88,10 @@ class Prefill:
 
     @functools.cached_property
     def scales(self) -> int:
-        """Bytes of a second stack of all layers' scales of keys, or of values; 0 where the stored one serves.
+        """Bytes of a second stack of all layers' key scales (value scales take as many); 0 if the stored stack is used.
 
-        The kernel that writes a cache has heads along the sublanes: a stack that is padded so is another array.
+        The kernel that writes a cache has heads along the sublanes. A stack that this layout pads further is a separate
+        array.
         """
         model, size = self.model, 0
         if not self.cached or not formats.cache_itemsize(self.cache_dtype)[1]:
@@ -106,7 +110,7 @@ class Prefill:
 
     @functools.cached_property
     def free(self) -> int:
-        """Vector memory that arrays of a layer may have."""
+        """Bytes of vector memory available to the arrays of a layer."""
         if len(self.model.pattern) >= _LONG:
             return 0
         left = self.beside_cache
@@ -116,7 +120,7 @@ class Prefill:
         return left
 
     def outside(self, arrays: list[Array], free: int | None = None) -> list[Array]:
-        """Those in main memory, the largest first."""
+        """Returns the arrays in HBM, largest first, after vector memory is filled with the largest that fit."""
         free, left = self.free if free is None else free, []
         for one in sorted(arrays, key=lambda one: -one.size):
             if one.size <= free:

@@ -1,12 +1,11 @@
-"""What prefill and a decoded token hold beside weights and cache: XLA's choice on each platform, stated as rules.
+"""Memory rules for prefill and decode on each platform, beside weights and cache.
 
-Read from the buffer assignments of JAX 0.10.2 for a CPU, an H100 and a v5e, at the sizes of published models
-(`experiments/inference_cells.py`); JAX 0.12 makes much the same of them on a CPU. A layer's weights, keys and values
-are cut out of their stacks where a product cannot read them there. Layers come one after another, so that of attention,
-MLP and the choice of a token only the largest counts. A decoded token on a GPU or TPU attends by a kernel that reads
-the cache where it lies. Prefill has nearer rules of its own on TPUs (`ledger.inference_tpu`), and on CPUs for most
-models (`ledger.inference_cpu`). Held against no program yet: experts on GPUs and TPUs, decoding without a cache but on
-a CPU, and weights in int8 and int4.
+The rules come from the buffer assignments of JAX 0.10.2 for a CPU, an H100 and a v5e, at the sizes of published models
+(`experiments/inference_cells.py`). JAX 0.12 assigns nearly the same on a CPU. A layer's weights, keys and values are
+sliced from their stacks if a matmul cannot read them in place. Layers run one after another, so only the largest of
+attention, MLP and token sampling counts. On a GPU or TPU, decode attention is a kernel that reads the cache in place.
+More accurate rules for prefill are in `tpu`, and in `cpu` for most models. Not checked against any program: experts on
+GPUs and TPUs, decoding without a cache except on a CPU, and weights in int8 and int4.
 """
 
 import dataclasses
@@ -24,17 +23,17 @@ from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.ledger.rows import DECODE, PREFILL, Row
 from jaxllm.model.specs import cache_specs, param_specs
 
-# Numbers a token and word of the vocabulary while a token is drawn: sorted logits, order, noise, masks (float32 each).
+# Float32 elements per sequence and vocabulary entry while a token is sampled: sorted logits, order, noise, masks.
 _CHOICE = 8
-_CHOICE_BITS = 228  # the same on a GPU, in all
-# A GPU's products of one row read matrices up to here where they lie, but for the last of an MLP's two or three.
+_CHOICE_BITS = 228  # bits per sequence and vocabulary entry on a GPU, in total
+# A GPU's one-row matmuls read matrices up to this many bytes in place, except the last of an MLP's two or three.
 _READ_IN_PLACE = 32 * 2**20
-# And have the stacks of queries' projections in another order where a layer's is no larger than this.
+# They also read the stacked query projections in another layout if one layer's is at most this many bytes.
 _REORDERED = 16 * 2**20
-# Of a layer, in bytes: more are made in a loop whose scratch XLA does not count, where a CPU's attention has several
-# heads of keys. Coarse: `inference_cpu` knows better, and decides where it can.
+# Bytes of a layer's scores from which a CPU's attention with several KV heads computes them in a loop whose scratch XLA
+# does not count. Coarse: `cpu` has the more accurate rule and is used where it applies.
 _WHOLE_SCORES = 8 * 2**20
-_MASK = 1  # byte a pair of query and key
+_MASK = 1  # byte per query–key pair
 
 
 def workspace_rows(
@@ -49,16 +48,20 @@ def workspace_rows(
     cache_dtype: str = "",
     vector_memory: int = 0,
 ) -> list[Row]:
-    """The rows of a phase.
+    """Returns the workspace rows of a phase.
 
     Args:
-      tokens: new ones of each sequence.
+      capacity: cache slots per sequence.
+      tokens: new tokens per sequence.
+      weight_dtype: format of the weights.
+      platform: cpu | gpu | tpu.
       phase: PREFILL or DECODE.
-      cached: whether there is a cache.
-      cache_dtype, vector_memory: as of `inference.inference`, for a TPU's prefill; "" is the format of the weights.
+      cached: True with a KV cache.
+      cache_dtype: format of the cache, for prefill on a TPU; "" is the format of the weights.
+      vector_memory: bytes of vector memory available to a program's arrays, for prefill on a TPU.
     """
     one = Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
-    # Without a cache a decoded token takes what a prefill of all of them does.
+    # Without a cache, decoding a token takes the memory of a prefill of all tokens.
     like = phase if cached else PREFILL
     if platform == "tpu" and like == PREFILL:
         how = (weight_dtype, cache_dtype or weight_dtype, vector_memory, phase, cached)
@@ -68,7 +71,7 @@ def workspace_rows(
     else:
         made = _rows(one, phase, like)
     if formats.named(weight_dtype).scaled:
-        # Those of one repeat of the layers in the compute dtype: a kernel that reads the stored numbers needs none.
+        # One repeat of the layers in the compute dtype; a kernel that reads the stored format needs none.
         size = one.weight_bytes()
         made = [row for row in made if row.name != CUT]
         made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
@@ -76,10 +79,10 @@ def workspace_rows(
 
 
 def _rows(one: Pass, phase: str, like: str) -> list[Row]:
-    """Those that no other file has rules for, with the arrays of the phase `like`."""
+    """Returns rows of the general rules, for passes that `cpu` and `tpu` do not cover, with arrays of the phase `like`."""
     kind = f"{phase} workspace"
     made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
-    # A token is chosen after the layers, where the copies of weights have been. On a CPU a decoded one comes on top.
+    # A token is sampled after the layers, in the buffers of the weight copies. In decode on a CPU it needs extra memory.
     shared = one.platform == "gpu" or like == PREFILL
     there = sum(row.bytes_per_device for row in made if shared and row.name == CUT)
     choice = _choice(one)
@@ -98,17 +101,17 @@ def _rows(one: Pass, phase: str, like: str) -> list[Row]:
 
 
 def _copies(one: Pass, phase: str) -> Iterator[Row]:
-    """What is cut out of the stacks before it is used."""
+    """Yields rows of the arrays that are sliced or converted from the stacks before use."""
     model, whole = one.model, one.weight_bytes()
     if one.platform == "cpu":
         if not one.cached:
             yield from _constants(one, phase)
-            # Those of attention are gone while the MLP, or attention's own arrays, take most.
+            # Attention weights are freed where the MLP, or attention's arrays, need the most memory.
             whole = whole if model.experts else one.weight_bytes("gate", "up", "down")
         whole = whole // one.c * FLOAT32
         yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
         if one.c < FLOAT32:
-            # It multiplies no 16-bit numbers, and turns what the loop over layers reads into float32 before it.
+            # The CPU has no 16-bit matmuls: XLA converts the inputs of the loop over layers to float32 before it.
             numbers = _read_by_products(model)
             yield rows.row("weights in float32", "weights", phase, f"{numbers:,} × {FLOAT32} B", numbers * FLOAT32)
             if phase == DECODE:
@@ -120,7 +123,7 @@ def _copies(one: Pass, phase: str) -> Iterator[Row]:
             yield rows.row("rings, copied", f"{phase} workspace", phase, f"{size // one.c:,} × {one.c} B", size)
         return
     if phase == PREFILL:
-        # Products of few tokens read copies, of many the stacks; in between nobody knows before the compiler does.
+        # Matmuls of few tokens read copies, of many tokens the stacks; in between it is unknown before compilation.
         whole = whole // 2 if one.cuts else 0
         yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
     elif one.platform == "gpu":
@@ -128,32 +131,32 @@ def _copies(one: Pass, phase: str) -> Iterator[Row]:
 
 
 def _constants(one: Pass, phase: str) -> Iterator[Row]:
-    """What a CPU makes once for all layers, where tokens attend to one another.
+    """Yields rows of the arrays that a CPU computes once for all layers in a pass without a cache.
 
-    Where scores are capped JAX 0.12 makes one array of scores more.
+    With a softcap, JAX 0.12 has one more array in the shape of the scores.
     """
     kind, pairs = f"{phase} workspace", one.count * one.keys
     masks = len({each == "sliding" for each in (*one.model.pattern, *one.model.tail)})
     formula = f"{masks} × {one.count:,} × {one.keys:,} × {FLOAT32} B"
     yield rows.row("masks, added to scores", kind, phase, formula, masks * pairs * FLOAT32)
     if one.model.attention_softcap:
-        # The cap, and what scores are divided by, written out as large as scores.
+        # The softcap, and the divisor of the scores, materialized in the shape of the scores.
         yield rows.row("caps of scores", kind, phase, f"2 × {one.scores:,} B", 2 * one.scores)
 
 
 def _copies_of_one_token(one: Pass) -> Iterator[Row]:
-    """The same for a decoded token of each sequence on a GPU."""
+    """Yields rows of the weight copies that a GPU makes to decode one token per sequence."""
     model = one.model
     layers = len(model.pattern) if model.repeats else len(model.tail)
     mlp, q = one.weight_bytes("gate", "up", "down"), one.weight_bytes("q") // layers
     matrices = 3 if model.gated else 2
     in_place = one.batch == 1 and not model.experts and mlp // layers <= matrices * _READ_IN_PLACE
     cut = mlp - mlp // matrices if in_place else mlp
-    if not in_place:  # beside the MLP's, those of attention that are there at the same time
+    if not in_place:  # plus attention weights that are alive at the same time
         cut += q if layers == 1 or one.batch == 1 else 2 * layers * q
     yield rows.row(CUT, "weights", DECODE, f"{cut if one.cuts else 0:,} B", cut if one.cuts else 0)
     if one.batch == 1:
-        # A product with one row reads the projections' stacks in another order, made once for all layers.
+        # A one-row matmul reads the stacked projections in another layout, copied once for all layers.
         names = ("q", "k", "v") if q <= _REORDERED else ("k", "v")
         size = one.weight_bytes(*names) * max(model.repeats, 1)
         size = size if one.cuts else 0
@@ -161,7 +164,7 @@ def _copies_of_one_token(one: Pass) -> Iterator[Row]:
 
 
 def _read_by_products(model: Architecture) -> int:
-    """Numbers of all weights but the embeddings, where those are no head as well."""
+    """Returns the elements of all weights that matmuls read: all but untied embeddings."""
     specs = param_specs(model)
     if not model.tied_embeddings:
         specs = {group: tree for group, tree in specs.items() if group != "embed"}
@@ -176,13 +179,13 @@ def _attention(one: Pass, phase: str) -> int:
             return 2 * one.keys_bytes + 2 * one.scores if one.model.kv_heads > 1 else 2 * one.scores
         written = one.scores if one.model.kv_heads == 1 else min(one.scores, _WHOLE_SCORES)
         if not one.cached and one.model.kv_heads > 1 and one.scores >= _WHOLE_SCORES:
-            written = 0  # all in one loop
+            written = 0  # all in one fused loop
         return 2 * one.keys_bytes + 2 * written + 3 * one.hidden
-    # Scores in float32, probabilities in the compute dtype; the values, while the keys are gone.
+    # Scores in float32, probabilities in the compute dtype; plus the values, when the keys are freed.
     written = one.scores + one.scores * one.c // FLOAT32
     if phase == PREFILL:
         return written + one.keys_bytes + one.hidden + one.count * one.keys * _MASK
-    # The kernel's parts of a few splits count for nothing. Beside long patterns XLA copies what nobody has explained.
+    # The kernel's partial results of a few splits are negligible. With long patterns XLA makes unexplained copies.
     return 0 if one.cuts or one.platform == "tpu" else written + (2 * layers * one.keys_bytes if groups > 1 else 0)
 
 
@@ -197,7 +200,7 @@ def _mlp(one: Pass) -> int:
 
 
 def _choice(one: Pass) -> int:
-    """The numbers of all candidates; prefill draws a token too."""
+    """Returns the bytes of token sampling over all candidates; prefill samples a token too."""
     if one.platform == "gpu":
         return one.batch * one.model.vocab_size * _CHOICE_BITS // 8
     return one.batch * one.model.vocab_size * (_CHOICE * FLOAT32 + 1)

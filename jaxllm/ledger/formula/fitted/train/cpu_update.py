@@ -50,9 +50,9 @@ def _beginning(setting: Setting) -> list[Held]:
 def _orthogonalized(setting: Setting) -> list[Held]:
     """Returns the arrays alive in Muon's Newton–Schulz steps, which run for all matrices concurrently.
 
-    Each matrix is alive unscaled and divided by its norm. Without ZeRO and `tensor`, attention matrices in matmul layout
-    are added, and either Gram matrices with their squares, or half of them with the largest matmul output. With ZeRO
-    the directions are all-gathered.
+    Each matrix is alive unscaled and divided by its norm. Without ZeRO and `tensor`, XLA adds attention matrices in
+    the layout of matmuls, and either Gram matrices with their squares, or half of them with the largest matmul output.
+    With ZeRO the directions are all-gathered.
     """
     matrices = [p for p in setting.trained if p.spec.role == "matrix"]
     shares = [setting.per_device(p.moment) for p in matrices]

@@ -1,4 +1,4 @@
-"""What XLA's GPU backend makes of a training step, read from its buffer assignments and stated as rules."""
+"""Memory rules for a training step on XLA's GPU backend, derived from its buffer assignments."""
 
 from collections.abc import Iterator
 
@@ -20,10 +20,10 @@ from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, UPDATE, Row
 
 
 def forward_rows(setting: Setting) -> Iterator[Row]:
-    """The beginning of the forward pass, where stages 1 and 2 have just put their weights together.
+    """Yields rows of the start of the forward pass, just after ZeRO stages 1 and 2 all-gather the weights.
 
-    A stack whose layers are put together along their last dimension is copied once more, into the order in which
-    products read it.
+    A stack whose layers are all-gathered along their last dimension is copied once more, into the layout that matmuls
+    read.
     """
     if setting.stage not in (1, 2) or not setting.mixed:
         return
@@ -38,11 +38,11 @@ def forward_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _zeros(setting: Setting, phase: str) -> Iterator[Row]:
-    """Stacks of gradients that the loop over layers fills, which the scheduler makes of zeros long before.
+    """Yields the stacks of layer gradients that the scheduler zero-fills long before the loop over layers writes them.
 
-    Seen where weights compute as they are stored, where several micro-batches add up mixed precision's gradients, and
-    with ZeRO's first two stages; elsewhere they are made after the loss, and so they are on one device where kernels
-    compute attention.
+    Without mixed precision this happens unless gradients are accumulated. With it, this happens with ZeRO stages 1 and
+    2, and on several devices with accumulation. Otherwise XLA allocates the stacks after the loss, as it always does
+    on one device with Pallas attention.
     """
     if setting.devices == 1 and setting.attention.implementation == "pallas":
         return
@@ -53,7 +53,7 @@ def _zeros(setting: Setting, phase: str) -> Iterator[Row]:
 
 
 def _shares_zeros(setting: Setting, phase: str) -> Iterator[Row]:
-    """The same for the shares that the first stage scatters once a step."""
+    """Yields the zeroed gradient shards of ZeRO stage 1, which reduce-scatters gradients once per step."""
     if setting.stage == 1:
         count = sum(setting.per_device(p.moment) for p in setting.select("layers", trained=True))
         size = FLOAT32 if setting.accumulates else setting.compute
@@ -61,19 +61,20 @@ def _shares_zeros(setting: Setting, phase: str) -> Iterator[Row]:
 
 
 def _one_chunk(setting: Setting) -> bool:
-    """Whether the loss has all tokens in one chunk: then the head's gradient is taken after those of the layers."""
+    """Returns True if one loss chunk has all tokens; the head's gradient is then computed after the layers' gradients."""
     return setting.config.train.loss_chunk >= setting.tokens
 
 
 def boundary_rows(setting: Setting) -> Iterator[Row]:
-    """The loss: a chunk's logits, float32, and their gradient; the head's gradient over the chunks so far."""
+    """Yields rows of the loss: a chunk's float32 logits, their gradient, and the head's gradient summed over chunks."""
     model, c, tokens = setting.model, setting.compute, setting.tokens
     chunk = min(setting.config.train.loss_chunk, tokens)
     words = head_numbers(setting) // model.width
     yield from between_passes(setting, BOUNDARY, setting.parameters, c)
     if setting.stage == 3:
-        # Put together, and in the order in which the loop reads it: a tied table is in it from its lookup on, and
-        # a frozen one is asked for no gradient. With kernels of attention, so is one that is split over `tensor`.
+        # The all-gathered head, and a copy in the layout that the loop reads. There is no copy for a frozen head (no
+        # gradient), for a tied one with accumulation (in that layout since its lookup), or with Pallas attention for
+        # one sharded over `tensor`.
         ordered = bool(setting.layout.frozen) or (model.tied_embeddings and setting.accumulates)
         ordered |= setting.attention.implementation == "pallas" and setting.tensor > 1
         copies = 1 if ordered else 2
@@ -88,12 +89,12 @@ def boundary_rows(setting: Setting) -> Iterator[Row]:
 
 
 def backward_rows(setting: Setting) -> Iterator[Row]:
-    """The fullest moment of the backward pass: the gradients of a block are being taken."""
+    """Yields rows of the largest live set of the backward pass, while a block's gradients are computed."""
     model, c = setting.model, setting.compute
-    # Those of embeddings and head are gone by then, unless other micro-batches follow.
+    # The copies of embeddings and head are freed by then, unless other micro-batches follow.
     copies = setting.parameters if setting.accumulates else setting.select("layers", "tail")
     yield from between_passes(setting, BACKWARD, copies, c)
-    # That of the embeddings comes last.
+    # The gradient of the embeddings is computed last.
     head = head_table(setting).name
     arrays = [p for p in setting.trained if p.name == head or p.group != "embed"]
     if setting.layout.frozen:
@@ -102,7 +103,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
         arrays = [p for p in arrays if p.name != head]
         words = head_numbers(setting) // model.width
         yield numbers("gradient of the logits", "logits and loss", BACKWARD, setting.tokens * words, c)
-    elif setting.stage >= 2 and model.tied_embeddings:  # scattered once the embeddings' own has been added to it
+    elif setting.stage >= 2 and model.tied_embeddings:  # scattered after the lookup's gradient is added
         yield numbers("gradient of the head, whole", "gradients", BACKWARD, head_numbers(setting), c)
     yield numbers("gradients", "gradients", BACKWARD, gradient_numbers(setting, arrays), c)
     yield from _shares_zeros(setting, BACKWARD)
@@ -124,14 +125,14 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _group_rows(setting: Setting) -> Iterator[Row]:
-    """Under `sqrt`: what the blocks of one group keep, their weights cut out of the stacks, and their gradients."""
+    """Yields what remat policy `sqrt` adds per group: saved activations, weights sliced from the stacks, gradients."""
     one, count = block(setting), setting.group_size * len(setting.model.pattern)
     size = sum(one.kept(setting.remat.kept).values()) + one.values[BLOCK_INPUT].bytes
     yield rows.row("blocks of one group", "activations", BACKWARD, f"{count} layers × {size:,} B", count * size)
     groups = setting.model.repeats // setting.group_size
     weights = setting.select("layers")
     if setting.stage < 3:
-        whole = 2 * sum(map(setting.computing, weights)) // groups  # for what is made again, and for its gradients
+        whole = 2 * sum(map(setting.computing, weights)) // groups  # for recomputation, and for gradients
         yield numbers("weights of one group, twice", "weights", BACKWARD, whole, setting.compute)
     gradients = gradient_numbers(setting, setting.select("layers", trained=True)) // groups
     yield numbers("gradients of one group", "gradients", BACKWARD, gradients, setting.compute)
@@ -142,9 +143,10 @@ Moment = list[tuple[str, int, int]]
 
 
 def _moments(setting: Setting) -> tuple[Moment, Moment]:
-    """What one iteration of the loop over layers has while attention's gradients are taken, and the MLP's.
+    """Returns the live sets of one iteration of the loop over layers: at attention's gradients, and at the MLP's.
 
-    Whole float32 scores are made again before either, and wait for attention's gradients; chunks of them come and go.
+    Unchunked float32 scores are recomputed before both and stay alive until attention's gradients. Chunks of scores are
+    freed at once.
     """
     c, t = setting.compute, setting.tensor
     one = block(setting)
@@ -169,14 +171,14 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
     ]
     if setting.model.experts:
         mlp.append(("rows of experts", values["mlp_down"].bytes, 4))
-    if chunk and setting.stage == 3:  # the gradients of weights are taken late, while others are on their way
+    if chunk and setting.stage == 3:  # weight gradients are computed late, while others are in transfer
         attention.append(("MLP", inner, 4))
     others = len(setting.model.pattern) - 1
-    if others and setting.group_size == 1:  # the pattern's other blocks are made again before the first gradient
+    if others and setting.group_size == 1:  # the pattern's other blocks are recomputed before the first gradient
         inners, hiddens, keys = (4, 5, 4) if setting.stage >= 2 else (1, 1, 0)
         if kernels and t > 1 and setting.stage < 2:
             inners, hiddens = 2, 4
-        if setting.stage == 3:  # a block whose weights have to be put together waits for those of the one before
+        if setting.stage == 3:  # a block's all-gather of weights waits for the block before it
             others = 1
         mlp += [
             ("MLP, other blocks", inner, inners * others),
@@ -190,7 +192,7 @@ def _moments(setting: Setting) -> tuple[Moment, Moment]:
 
 
 def _scores(setting: Setting) -> Moment:
-    """What attention's gradients have of a number a pair of query and key; of kernels, a number a query."""
+    """Returns the arrays of attention's gradients with one element per query–key pair, or per query with Pallas."""
     pairs = setting.sequences * setting.length**2
     heads = setting.model.heads // setting.tensor
     if setting.attention.implementation == "pallas":
@@ -209,14 +211,14 @@ def _scores(setting: Setting) -> Moment:
 
 
 def update_rows(setting: Setting) -> Iterator[Row]:
-    """The optimizer's step."""
+    """Yields rows of the optimizer's update."""
     name = setting.config.optimizer.name
     size = FLOAT32 if setting.accumulates else setting.compute
     count = sum(setting.per_device(parameter.moment) for parameter in setting.trained)
     yield batch(setting, UPDATE)
     together = setting.stage in (1, 2) and not setting.mixed
     if together and setting.accumulates:
-        # Of each array of the layers they are gone when its new weights are put together.
+        # The gradient of each layer array is freed when its new weights are all-gathered.
         count = sum(setting.per_device(p.moment) for p in setting.select("embed", "head", trained=True))
     yield numbers("gradients", "gradients", UPDATE, count, size)
     yield from from_host(setting, UPDATE)
@@ -225,9 +227,9 @@ def update_rows(setting: Setting) -> Iterator[Row]:
         yield numbers("new weights, put together", "weights", UPDATE, whole, setting.store)
     largest = max(setting.per_device(parameter.moment) for parameter in setting.trained)
     if name in ("lion", "adafactor"):
-        copies = 2 if name == "adafactor" and size != FLOAT32 else 1  # the gradient in float32 beside
+        copies = 2 if name == "adafactor" and size != FLOAT32 else 1  # plus the gradient in float32
         yield numbers("direction of one array", "optimizer", UPDATE, copies * largest, FLOAT32)
-    if name == "muon":  # its matrices are put together and orthogonalised side by side
+    if name == "muon":  # its matrices are all-gathered and orthogonalised concurrently
         matrices = [p for p in setting.trained if p.spec.role == "matrix"]
         yield numbers("directions", "optimizer", UPDATE, sum(map(setting.computing, matrices)), FLOAT32)
         grams = sum(gram_numbers(p.spec) for p in matrices)

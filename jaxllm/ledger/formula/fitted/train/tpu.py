@@ -1,8 +1,8 @@
-"""What the TPU compiler makes of a training step, read from its buffer assignments and stated as rules.
+"""Memory rules for a training step on XLA's TPU backend, derived from its buffer assignments.
 
-Three things set it apart from XLA's other backends. Arrays lie in tiles (`ledger.tiles`). Each core has a vector memory
-of its own beside its HBM, and XLA keeps there what fits: small temporaries take no HBM. And products read bfloat16
-whatever the policy: under fp32, what only products read is kept as that.
+The TPU differs from XLA's other backends in three ways. Arrays are stored in tiles (`formula.exact.tpu_tiles`). Each
+core has vector memory (VMEM) beside its HBM, and XLA stores small temporaries there, so they take no HBM. Matmuls read
+bfloat16 under every policy: under fp32, arrays that only matmuls read are stored in bfloat16.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,11 @@ _BFLOAT16 = 2
 
 
 def _kept(setting: Setting, phase: str, copies: list[Parameter]) -> Iterator[Row]:
-    """What lives between the passes, as the TPU holds it: of the last norm its input alone, from which what reads the
-    rest makes it again; and under fp32 keys and values, which only products read, as these read them."""
+    """Yields the arrays alive between the passes, with the TPU's storage formats and padding.
+
+    The final norm saves its input only; the rest is recomputed from it. Under fp32, keys and values are stored in
+    bfloat16, as only matmuls read them.
+    """
     for row in between_passes(setting, phase, copies, setting.compute):
         if row.name == "final norm":
             yield numbers(
@@ -52,20 +55,20 @@ def _kept(setting: Setting, phase: str, copies: list[Parameter]) -> Iterator[Row
 
 
 def _computing_copies(setting: Setting) -> list[Parameter]:
-    """Embeddings are looked up once; where other micro-batches follow, or the table makes logits too, they stay."""
+    """Returns parameters whose compute copies outlive the lookup: embeddings only if tied or with accumulation."""
     if setting.accumulates or setting.model.tied_embeddings:
         return list(setting.parameters)
     return [parameter for parameter in setting.parameters if parameter.group != "embed"]
 
 
 def forward_rows(setting: Setting) -> Iterator[Row]:
-    """Its fullest moment: weights have just been put together; the last layers are run; the loss is taken."""
+    """Yields rows of the largest live set of the forward pass: after the all-gather, in the last layers, or the loss."""
     found = [list(_weights_put_together(setting)), list(_last_layers(setting)), list(_loss(setting))]
     yield from max(found, key=lambda made: sum(row.bytes_per_device for row in made))
 
 
 def _weights_put_together(setting: Setting) -> Iterator[Row]:
-    """By stages 1 and 2, before anything else."""
+    """Yields the live set after ZeRO stages 1 and 2 all-gather the weights, which they do before anything else."""
     if setting.stage not in (1, 2) or not setting.mixed:
         return
     yield from _kept(setting, FORWARD, list(setting.parameters))
@@ -74,9 +77,9 @@ def _weights_put_together(setting: Setting) -> Iterator[Row]:
 
 
 def _last_layers(setting: Setting) -> Iterator[Row]:
-    """Under stage 3: a tied table stays from its lookup to the loss.
+    """Yields the live set of the last layers under ZeRO stage 3 with a tied table, kept from its lookup to the loss.
 
-    The weights of an MLP are put together one by one; those of attention early, for half a pattern and for the tail.
+    MLP weights are all-gathered one by one, attention weights early, for half a pattern and for the tail.
     """
     if setting.stage < 3 or not setting.model.tied_embeddings:
         return
@@ -93,10 +96,10 @@ def _last_layers(setting: Setting) -> Iterator[Row]:
 
 
 def _loss(setting: Setting) -> Iterator[Row]:
-    """A chunk's logits, float32; the head's gradient over the chunks so far.
+    """Yields the live set of the loss: a chunk's float32 logits, and the head's gradient summed over chunks.
 
-    Under stage 3 it may be fuller where the head's shares have just been put together: if their rows do not fill tiles,
-    they are copied into a table of whole ones.
+    Under ZeRO stage 3 the live set just after the all-gather of the head may be larger: shards whose rows do not fill
+    tiles are copied into a table of whole tiles.
     """
     model, c, tokens = setting.model, setting.compute, setting.tokens
     head = head_numbers(setting)
@@ -123,7 +126,7 @@ def _loss(setting: Setting) -> Iterator[Row]:
 
 
 def _logits_bytes(setting: Setting) -> int:
-    """Of one chunk of the loss, float32: their gradient is fused into the two products that read it."""
+    """Returns the bytes of one chunk's float32 logits; their gradient is fused into the two matmuls that read it."""
     chunk = min(setting.config.train.loss_chunk, setting.tokens)
     return tpu_tiles.padded_bytes((chunk, head_numbers(setting) // setting.model.width), FLOAT32)
 
@@ -137,20 +140,20 @@ def _is_narrow(setting: Setting) -> bool:
 
 
 def _narrow_table(setting: Setting, phase: str) -> Iterator[Row]:
-    """A table whose rows do not fill the lanes lies by columns; products read a copy by rows, which are padded."""
+    """Yields the padded row-major copy of a table, which matmuls read; rows that do not fill lanes are stored by columns."""
     width = setting.model.width
     words = head_numbers(setting) // width
     yield numbers("table by rows", "weights", phase, words * tpu_tiles.up(width, tpu_tiles.LANES), setting.compute)
 
 
 def boundary_rows(setting: Setting) -> Iterator[Row]:
-    """What waits for the backward pass, as the program asks for it; the loss, which is fuller, is `forward_rows`'."""
+    """Yields the saved activations that the program defines; the loss, which needs more, is in `forward_rows`."""
     yield from between_passes(setting, BOUNDARY, _computing_copies(setting), setting.compute)
     yield from tpu_tiles.batch_padding(setting, BOUNDARY)
 
 
 def backward_rows(setting: Setting) -> Iterator[Row]:
-    """The fullest moment of the backward pass: the gradients of a block are being taken."""
+    """Yields rows of the largest live set of the backward pass, while a block's gradients are computed."""
     model, c = setting.model, setting.compute
     copies = list(setting.parameters) if setting.accumulates else setting.select("layers", "tail")
     yield from _kept(setting, BACKWARD, copies)
@@ -159,9 +162,9 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
     if not setting.layout.frozen:
         yield _head_gradient(setting)
         if setting.stage == 2 and setting.accumulates and model.tied_embeddings:
-            # The lookup's, which is added to it before both are scattered.
+            # The lookup's gradient is added to the head's before both are scattered.
             yield numbers("gradient of the lookup", "gradients", BACKWARD, head_numbers(setting), FLOAT32)
-    # Those of the embeddings and of the last norm come at the end and at the beginning.
+    # The gradients of the embeddings are computed at the end, those of the final norm at the start.
     yield numbers(
         "gradients", "gradients", BACKWARD, gradient_numbers(setting, setting.select("layers", "tail", trained=True)), c
     )
@@ -180,7 +183,7 @@ def backward_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _group_rows(setting: Setting) -> Iterator[Row]:
-    """Under `sqrt`: what the blocks of one group keep, their weights cut out of the stacks, and their gradients."""
+    """Yields what remat policy `sqrt` adds per group: saved activations, weights sliced from the stacks, gradients."""
     one, count = block(setting), setting.group_size * len(setting.model.pattern)
     size = sum(one.kept(setting.remat.kept).values()) + one.values[BLOCK_INPUT].bytes
     yield rows.row("blocks of one group", "activations", BACKWARD, f"{count} layers × {size:,} B", count * size)
@@ -193,8 +196,11 @@ def _group_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _head_gradient(setting: Setting) -> Row:
-    """Summed over chunks in float32, and so until it is scattered, at the end; of one chunk, it is taken then, or at
-    once where it is smaller than the logits that it is made of."""
+    """Returns the row of the head's gradient, or of the logits that it is computed from.
+
+    Over several chunks and devices it is summed in float32 and stays so until it is scattered at the end. With one
+    chunk it is computed at the end, or at once if it is no larger than the logits.
+    """
     size, head = _logits_bytes(setting), head_numbers(setting)
     if _one_chunk(setting) and size < head * setting.compute:
         return rows.row("logits", "logits and loss", BACKWARD, f"{size:,} B", size)
@@ -203,7 +209,7 @@ def _head_gradient(setting: Setting) -> Row:
 
 
 def update_rows(setting: Setting) -> Iterator[Row]:
-    """The optimizer's step."""
+    """Yields rows of the optimizer's update."""
     name = setting.config.optimizer.name
     size = FLOAT32 if setting.accumulates else setting.compute
     count = sum(setting.per_device(parameter.moment) for parameter in setting.trained)
@@ -211,7 +217,7 @@ def update_rows(setting: Setting) -> Iterator[Row]:
     yield numbers("gradients", "gradients", UPDATE, count, size)
     yield from from_host(setting, UPDATE)
     largest = max(setting.per_device(parameter.moment) for parameter in setting.trained)
-    copies = {"lion": 1, "muon": 1, "adafactor": 2}.get(name, 0)  # arrays of the direction that are made at a time
+    copies = {"lion": 1, "muon": 1, "adafactor": 2}.get(name, 0)  # direction arrays alive at a time
     if copies:
         yield numbers("directions", "optimizer", UPDATE, copies * largest, FLOAT32)
     if name == "muon":

@@ -1,6 +1,6 @@
-"""What a TPU's HBM holds while a block's gradients are taken, beside what its vector memory does.
+"""Live sets of a block's backward pass in a TPU's HBM, without the arrays that fit its vector memory (VMEM).
 
-A block's backward pass is fullest while the gradients of its attention are taken, or while those of its MLP are.
+The live set is largest while the gradients of attention are computed, or while those of the MLP are.
 """
 
 from jaxllm.ledger.formula.exact import tpu_tiles
@@ -8,7 +8,7 @@ from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, Setting
 from jaxllm.ledger.formula.fitted.train.parts import of_one_layer
 
-# Of a v5e's core (Google's JAX scaling book, "How to think about TPUs"); the kernels themselves need some of it.
+# Bytes of a v5e core (Google's JAX scaling book, "How to think about TPUs"); the kernels themselves need some of it.
 VECTOR_MEMORY = 128 * 2**20
 _FREE = VECTOR_MEMORY * 3 // 4
 _BFLOAT16 = 2
@@ -18,19 +18,19 @@ Moment = list[tuple[str, int, int]]
 
 
 def in_vector_memory(size: int) -> bool:
-    """Whether an array that is alone fits."""
+    """Returns True if an array of `size` bytes fits vector memory when nothing else is in it."""
     return size <= VECTOR_MEMORY * 7 // 8
 
 
 def moments(setting: Setting) -> tuple[Moment, Moment]:
-    """(attention, MLP) of one iteration of the loop over layers: what does not fit into the vector memory."""
+    """Returns HBM arrays (attention, MLP) of one backward iteration of the loop over layers, without vector memory."""
     return _beside_vector_memory(_attention(setting)), _beside_vector_memory(_mlp(setting))
 
 
 def _attention(setting: Setting) -> Moment:
     values = block(setting).values
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
-    # Chunks of queries lie in stacks, and so do their gradients; those of keys and values are summed over chunks.
+    # Chunks of queries and their gradients are stacked; gradients of keys and values are summed over chunks.
     chunked = setting.config.train.attention_chunk > 0
     if setting.attention.implementation == "pallas":
         scores = ("log sums of attention, and lost shares", values["attn_lse"].bytes, 2)
@@ -52,12 +52,12 @@ def _mlp(setting: Setting) -> Moment:
     moment = [
         ("MLP", inner, 4),
         ("weights of one MLP", *_weights(setting)),
-        # With several devices along `tensor`: attention's inputs and the MLP's, and their gradients, gathered.
+        # With several devices along `tensor`: inputs of attention and of the MLP, and their gradients, all-gathered.
         ("hidden states", own * setting.tensor, 4 if setting.tensor > 1 else 2),
         ("hidden states, shares", own, 2),
         ("queries", q, 3 if setting.tensor > 1 else 1),
     ]
-    if setting.group_size > 1:  # and what the group keeps for the layers of one repeat, cut out of its stacks
+    if setting.group_size > 1:  # plus the group's saved activations of one repeat, sliced from its stacks
         pattern = len(setting.model.pattern)
         kept = block(setting).kept(setting.remat.kept)
         moment[0] = ("MLP", inner, 2)
@@ -74,17 +74,17 @@ def _scores(setting: Setting) -> int:
 
 
 def _weights(setting: Setting) -> tuple[int, int]:
-    """(bytes of the largest matrix of a layer, how many): its gradient, and under stage 3 the two put together."""
+    """Returns (bytes of a layer's largest matrix, copies): its gradient, plus two all-gathered ones with ZeRO stage 3."""
     if setting.stage < 3:
         return _largest_matrix(setting)[1] * setting.compute, 1
     return gathered_matrix(setting), 3
 
 
 def gathered_matrix(setting: Setting) -> int:
-    """Bytes of the largest matrix of a layer, put together from its shares.
+    """Returns the bytes of the largest matrix of a layer after all-gather.
 
-    Shares whose rows do not fill tiles are put together along the slowest dimension, so that each row of the result is
-    a tile of its own: of two rows where they are packed, one of which is padding.
+    Shards whose rows do not fill tiles are concatenated along the slowest dimension, so each row of the result is a
+    separate tile. With packed elements (fewer than 32 bits) such a tile has two rows, one of which is padding.
     """
     largest, count = _largest_matrix(setting)
     dimension = largest.share.zero_dim
@@ -95,20 +95,20 @@ def gathered_matrix(setting: Setting) -> int:
 
 
 def _largest_matrix(setting: Setting) -> tuple[Parameter, int]:
-    """The parameter, and its numbers in one layer."""
+    """Returns (the parameter with the largest matrix of a layer, its elements in one layer)."""
     largest = max(setting.select("layers", "tail"), key=lambda p: of_one_layer(setting, p))
     return largest, of_one_layer(setting, largest)
 
 
 def attention_numbers(setting: Setting) -> int:
-    """Of one layer's weights of attention."""
+    """Returns the elements of one layer's attention weights on one device."""
     model = setting.model
     heads = 2 * (model.heads + model.kv_heads) // setting.tensor
     return model.width * model.head_dim * heads
 
 
 def _beside_vector_memory(moment: Moment) -> Moment:
-    """The smallest arrays go there, until it is full."""
+    """Returns the arrays left in HBM after vector memory is filled with the smallest ones first."""
     free, left = _FREE, []
     for name, size, count in sorted(moment, key=lambda row: row[1]):
         inside = min(count, free // size) if size else count
