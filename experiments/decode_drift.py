@@ -27,7 +27,7 @@ import smollm2_vs_llamacpp
 
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine.generator import Generator
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import SampleRequest
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.pretrained import Pretrained
@@ -133,7 +133,7 @@ def measure(opened: Pretrained, dtype: Any, tokens: int, exact: Any) -> dict[str
     params = jax.tree.map(lambda x: x.astype(dtype), exact)
     capacity = CHUNK + tokens
     generator = Generator(opened.model, params, opened.tokenizer, dtype, capacity=capacity, chunk=CHUNK, steps=tokens)
-    request = Request(max_new_tokens=tokens, sampling=SamplingOptions(temperature=0.0), ignore_eos=True)
+    request = SampleRequest(max_new_tokens=tokens, sampling=SamplingOptions(temperature=0.0), ignore_eos=True)
 
     def continued(prompts: list[str]) -> list[list[int]]:
         print(f"  {jnp.dtype(dtype).name}, batch of {len(prompts)}", file=sys.stderr)

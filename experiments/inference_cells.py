@@ -11,7 +11,7 @@ import jax
 from jaxllm import architectures, programs
 from jaxllm.config import Config
 from jaxllm.hardware import detect
-from jaxllm.ledger.compiled.task_programs import Sampling
+from jaxllm.ledger.compiled.task_programs import SamplingSpec
 from jaxllm.programs import Program
 from jaxllm.step.precision import policy_for
 
@@ -67,7 +67,9 @@ TPU_MODELS = ("gpt2", "smollm2-360m", "llama3.2-1b", "qwen2.5-1.5b", "qwen3-0.6b
 DEVICES = {"cpu": "cpu", "h100": "gpu", "v5e": "tpu"}
 
 
-def inference_cells(devices: tuple[str, ...] = ("cpu", "h100", "v5e")) -> Iterator[tuple[str, Config, Sampling, str]]:
+def inference_cells(
+    devices: tuple[str, ...] = ("cpu", "h100", "v5e"),
+) -> Iterator[tuple[str, Config, SamplingSpec, str]]:
     """(name, configuration, sampling, device), of which the configuration says model and precision.
 
     Args:
@@ -82,10 +84,10 @@ def inference_cells(devices: tuple[str, ...] = ("cpu", "h100", "v5e")) -> Iterat
                 config = Config()
                 config.model.name, config.precision.policy = model, policy
                 name = f"{device} {model} {policy} batch {batch} context {context} chunk {chunk}"
-                yield name, config, Sampling(batch, context, chunk, STEPS), device
+                yield name, config, SamplingSpec(batch, context, chunk, STEPS), device
 
 
-def programs_of_cell(config: Config, sampling: Sampling, device: str) -> dict[str, Program]:
+def programs_of_cell(config: Config, sampling: SamplingSpec, device: str) -> dict[str, Program]:
     """The cell's prefill and decode."""
     model = architectures.resolve_config(config)
     dtype = policy_for(config.precision.policy, DEVICES[device]).compute

@@ -38,8 +38,8 @@ from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.ledger.compiled import absent
 from jaxllm.ledger.formula import communication, flops, roofline, training_memory
-from jaxllm.ledger.formula.exact import run as setting_lib
-from jaxllm.ledger.formula.exact.run import Setting
+from jaxllm.ledger.formula.exact import run as run_lib
+from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.rows import Figure, Unknown, figure_to_json, format_bytes
 from jaxllm.parallel import mesh
 from jaxllm.plan import training
@@ -134,37 +134,37 @@ def planned(config: Config) -> dict[str, Any]:
 def in_order(config: Config) -> float:
     """Least seconds of a step in which what waits for something is not hidden behind it."""
     device = detect.named(DEVICE)
-    setting = _setting(config)
-    least = roofline.train_step(setting, device)
-    exchanged = _exchange_seconds(setting)
+    run = _run_of(config)
+    least = roofline.train_step(run, device)
+    exchanged = _exchange_seconds(run)
     busy = {**least.seconds_of, roofline.INTERCONNECT: least.seconds_of.get(roofline.INTERCONNECT, 0.0) - exchanged}
     link = busy.pop(roofline.HOST_LINK, 0.0)
     inside = max(busy.values())
-    activations = roofline.host_link_bytes(_setting(changed(config, {"optimizer.offload": "none"})))
+    activations = roofline.host_link_bytes(_run_of(changed(config, {"optimizer.offload": "none"})))
     moved = activations / (device.host_link or float("inf"))
-    forward = inside * _forward_share(setting)
+    forward = inside * _forward_share(run)
     waits = max(moved - forward, 0) + max(moved - (inside - forward), 0)
     return inside + exchanged + waits + (link - moved)
 
 
-def _setting(config: Config) -> Setting:
+def _run_of(config: Config) -> TrainingRun:
     model = architectures.resolve_config(config)
-    return setting_lib.make(model, config, config.precision.policy, detect.named(DEVICE).platform)
+    return run_lib.make(model, config, config.precision.policy, detect.named(DEVICE).platform)
 
 
-def _exchange_seconds(setting: Setting) -> float:
+def _exchange_seconds(run: TrainingRun) -> float:
     """Of the activations that the devices along `tensor` exchange."""
     seconds = 0.0
-    for transfer in communication.transfers(setting):
+    for transfer in communication.transfers(run):
         if transfer.axes == ("tensor",) and "activations" in transfer.name:
-            rate = roofline.ring_rate(transfer, setting.mesh, detect.named(DEVICE))
+            rate = roofline.ring_rate(transfer, run.mesh, detect.named(DEVICE))
             assert rate is not None
             seconds += transfer.ring_bytes / rate
     return seconds
 
 
-def _forward_share(setting: Setting) -> float:
-    work = flops.step(setting)
+def _forward_share(run: TrainingRun) -> float:
+    work = flops.step(run)
     return work.flops_of["forward"] / work.flops
 
 
@@ -184,7 +184,7 @@ def compiled_peak(config: Config, kept: dict[str, Any]) -> Figure:
 def run_of(config: Config, kept: dict[str, Any], fields: Mapping[str, Any]) -> Run:
     config = changed(config, fields)
     model = architectures.resolve_config(config)
-    least = roofline.train_step(_setting(config), detect.named(DEVICE))
+    least = roofline.train_step(_run_of(config), detect.named(DEVICE))
     assert isinstance(least.seconds, float)
     return Run(
         fields=dict(fields),

@@ -25,7 +25,7 @@ from jaxllm import architectures
 from jaxllm.hardware import detect
 from jaxllm.ledger.formula import roofline, training_memory
 from jaxllm.ledger.formula.exact import block_graph, layout, optimizer_slots
-from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact import state as states
 from jaxllm.plan import training
 from jaxllm.plan.space import Space
@@ -92,7 +92,7 @@ def uncached(name: str, device: detect.Device) -> dict[str, float]:
         bills.append(1e3 * (time.process_time() - begun))
         forget()
         begun = time.process_time()
-        roofline.train_step(setting_lib.make(model, config, "bf16", device.platform), device)
+        roofline.train_step(run_lib.make(model, config, "bf16", device.platform), device)
         rooflines.append(1e3 * (time.process_time() - begun))
     return {"memory": statistics.median(bills), "roofline": statistics.median(rooflines)}
 

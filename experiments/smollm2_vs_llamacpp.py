@@ -31,7 +31,7 @@ from llamacpp import LlamaCpp
 
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine.generator import Generator
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import SampleRequest
 from jaxllm.errors import UserError
 from jaxllm.interop import chat
 from jaxllm.interop.gguf import model as gguf
@@ -90,7 +90,7 @@ def answer(opened: Pretrained, params: Any, question: str) -> str:
     messages = chat.turns([question])
     prompt = chat.render(messages, opened.chat_template, opened.special, add_generation_prompt=True)
     generator = Generator(opened.model, params, chat.ChatTokenizer(opened.tokenizer), jnp.float32)
-    request = Request(max_new_tokens=64, sampling=SamplingOptions(temperature=0.0))
+    request = SampleRequest(max_new_tokens=64, sampling=SamplingOptions(temperature=0.0))
     (result,), _ = generator.generate([prompt], request)
     return result.text
 

@@ -25,7 +25,7 @@ from jaxllm.step.gradients import evaluate
 from jaxllm.step.optimizers import make_optimizer, make_schedule
 from jaxllm.step.placement import Layout, make_layout
 from jaxllm.step.precision import policy_for
-from jaxllm.step.spec import Recipe
+from jaxllm.step.spec import StepSpec
 from jaxllm.step.state import TrainState
 from jaxllm.step.train_step import train_step as train_step_function
 
@@ -51,14 +51,14 @@ class Program:
         return self.jitted.lower(*self.inputs).compile()  # type: ignore[attr-defined]
 
 
-def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
+def make_step_spec(config: Config, model: Architecture, platform: str) -> StepSpec:
     """Builds the complete specification of a training step from the configuration.
 
     Raises:
       UserError: The configured attention implementation does not support this model, platform or dtype.
     """
     policy = policy_for(config.precision.policy, platform)
-    return Recipe(
+    return StepSpec(
         model=model,
         optimizer=make_optimizer(config.optimizer, model, config.lora),
         schedule=make_schedule(config.optimizer, config.train.steps),
@@ -74,12 +74,12 @@ def make_recipe(config: Config, model: Architecture, platform: str) -> Recipe:
     )
 
 
-def _create(config: Config, recipe: Recipe, layout: Layout) -> Callable[[], TrainState]:
-    policy = recipe.policy
+def _create(config: Config, step_spec: StepSpec, layout: Layout) -> Callable[[], TrainState]:
+    policy = step_spec.policy
     return lambda: state_lib.create(
-        recipe.model,
+        step_spec.model,
         config.lora,
-        recipe.optimizer,
+        step_spec.optimizer,
         config.train.seed,
         (policy.store, policy.compute),
         (layout.weights, layout.frozen),
@@ -87,10 +87,10 @@ def _create(config: Config, recipe: Recipe, layout: Layout) -> Callable[[], Trai
     )
 
 
-def abstract_state(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
+def abstract_state(config: Config, step_spec: StepSpec, mesh: Mesh) -> Any:
     """Returns the train state as a tree of shapes, dtypes and shardings."""
-    layout = make_layout(config, recipe.model, recipe.policy, mesh)
-    shapes = jax.eval_shape(_create(config, recipe, layout))
+    layout = make_layout(config, step_spec.model, step_spec.policy, mesh)
+    shapes = jax.eval_shape(_create(config, step_spec, layout))
     return jax.tree.map(
         lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
         shapes,
@@ -105,18 +105,18 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for name, dtype in BATCH_FIELDS.items()}
 
 
-def init_state(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
+def init_state(config: Config, step_spec: StepSpec, mesh: Mesh) -> Program:
     """Builds the program () -> initial train state, created directly in its final sharding."""
-    abstract = abstract_state(config, recipe, mesh)
-    layout = make_layout(config, recipe.model, recipe.policy, mesh)
+    abstract = abstract_state(config, step_spec, mesh)
+    layout = make_layout(config, step_spec.model, step_spec.policy, mesh)
     jitted = jax.jit(
-        _create(config, recipe, layout),
+        _create(config, step_spec, layout),
         out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )
     return Program("init_state", jitted, (), ())
 
 
-def state_from(config: Config, recipe: Recipe, mesh: Mesh, load: Callable[[Any, Any], Any]) -> TrainState:
+def state_from(config: Config, step_spec: StepSpec, mesh: Mesh, load: Callable[[Any, Any], Any]) -> TrainState:
     """Creates the train state before the first step with loaded weights, placed directly in their final sharding.
 
     With adapters, the loaded weights are the frozen ones and the adapters are freshly initialized.
@@ -125,37 +125,37 @@ def state_from(config: Config, recipe: Recipe, mesh: Mesh, load: Callable[[Any, 
       load: Function (dtype, tree of `jax.ShapeDtypeStruct`s) -> parameters. The structs carry shardings, and their
         shapes include the padding of the mesh.
     """
-    abstract = abstract_state(config, recipe, mesh)
-    scale, seed = precision.initial_scale(config.precision, recipe.policy), config.train.seed
+    abstract = abstract_state(config, step_spec, mesh)
+    scale, seed = precision.initial_scale(config.precision, step_spec.policy), config.train.seed
     if abstract.frozen is not None:
-        frozen = load(recipe.policy.compute, abstract.frozen)
-        specs, placements = adapter_specs.trained_specs(recipe.model, config.lora), _weights(config, recipe, mesh)
+        frozen = load(step_spec.policy.compute, abstract.frozen)
+        specs, placements = adapter_specs.trained_specs(step_spec.model, config.lora), _weights(config, step_spec, mesh)
         fresh = jax.jit(
             lambda: state_lib.begin(
-                state_lib.initial(specs, seed, recipe.policy.store, placements), recipe.optimizer, seed, scale
+                state_lib.initial(specs, seed, step_spec.policy.store, placements), step_spec.optimizer, seed, scale
             ),
             out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, frozen=None)),
         )
         return dataclasses.replace(fresh(), frozen=frozen)
-    params = load(recipe.policy.store, abstract.params)
+    params = load(step_spec.policy.store, abstract.params)
     beside = jax.jit(
-        lambda params: dataclasses.replace(state_lib.begin(params, recipe.optimizer, seed, scale), params=None),
+        lambda params: dataclasses.replace(state_lib.begin(params, step_spec.optimizer, seed, scale), params=None),
         out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, params=None)),
     )
     return dataclasses.replace(beside(params), params=params)
 
 
-def _weights(config: Config, recipe: Recipe, mesh: Mesh) -> Any:
+def _weights(config: Config, step_spec: StepSpec, mesh: Mesh) -> Any:
     """Returns the placements of the trained weights."""
-    return make_layout(config, recipe.model, recipe.policy, mesh).weights
+    return make_layout(config, step_spec.model, step_spec.policy, mesh).weights
 
 
-def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
+def train_step(config: Config, step_spec: StepSpec, mesh: Mesh) -> Program:
     """Builds the program (state, batch) -> (state, metrics), which donates the state."""
-    state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
-    layout = make_layout(config, recipe.model, recipe.policy, mesh)
+    state, batch = abstract_state(config, step_spec, mesh), abstract_batch(config, mesh)
+    layout = make_layout(config, step_spec.model, step_spec.policy, mesh)
     jitted = jax.jit(
-        lambda state, batch: train_step_function(state, batch, recipe, layout),
+        lambda state, batch: train_step_function(state, batch, step_spec, layout),
         donate_argnums=0,
         # Otherwise XLA drops the unread entries of Adafactor's state and reports fewer bytes than the state has.
         keep_unused=True,
@@ -164,12 +164,13 @@ def train_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
     return Program("train_step", jitted, (state, batch), (0,))
 
 
-def eval_step(config: Config, recipe: Recipe, mesh: Mesh) -> Program:
+def eval_step(config: Config, step_spec: StepSpec, mesh: Mesh) -> Program:
     """Builds the program ((trained weights, frozen weights), batch) -> sums of losses and tokens."""
-    state, batch = abstract_state(config, recipe, mesh), abstract_batch(config, mesh)
-    layout = make_layout(config, recipe.model, recipe.policy, mesh)
+    state, batch = abstract_state(config, step_spec, mesh), abstract_batch(config, mesh)
+    layout = make_layout(config, step_spec.model, step_spec.policy, mesh)
     jitted = jax.jit(
-        lambda weights, batch: evaluate(weights[0], weights[1], batch, recipe, layout), out_shardings=replicated(mesh)
+        lambda weights, batch: evaluate(weights[0], weights[1], batch, step_spec, layout),
+        out_shardings=replicated(mesh),
     )
     return Program("eval_step", jitted, ((state.params, state.frozen), batch), ())
 

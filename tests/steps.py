@@ -57,11 +57,11 @@ class Run:
 
     def __post_init__(self) -> None:
         self.mesh = mesh.make_mesh(self.config.mesh)
-        self.recipe = programs.make_recipe(self.config, self.model, "cpu")
-        self.layout = make_layout(self.config, self.model, self.recipe.policy, self.mesh)
+        self.step_spec = programs.make_step_spec(self.config, self.model, "cpu")
+        self.layout = make_layout(self.config, self.model, self.step_spec.policy, self.mesh)
         alike = (repr(self.config), self.model)
         if alike not in _STARTS:
-            _STARTS[alike] = programs.init_state(self.config, self.recipe, self.mesh).jitted
+            _STARTS[alike] = programs.init_state(self.config, self.step_spec, self.mesh).jitted
         self.state = _STARTS[alike]()
         self._step: Any = None
         self._updates: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class Run:
     def step(self, values: dict[str, np.ndarray]) -> dict[str, float]:
         """One update of the run's state; returns the metrics."""
         if self._step is None:
-            self._step = programs.train_step(self.config, self.recipe, self.mesh).compile()
+            self._step = programs.train_step(self.config, self.step_spec, self.mesh).compile()
         placed = jax.device_put(values, mesh.batch_sharding(self.mesh))
         self.state, metrics = self._step(self.state, placed)
         return {name: float(value) for name, value in metrics.items()}
@@ -77,11 +77,11 @@ class Run:
     def losses(self, steps: int) -> list[float]:
         return [self.step(batch(self.config, self.model, i))["loss"] for i in range(steps)]
 
-    def updated(self, values: dict[str, np.ndarray], **recipe) -> tuple[Any, dict[str, jax.Array]]:
+    def updated(self, values: dict[str, np.ndarray], **step_spec) -> tuple[Any, dict[str, jax.Array]]:
         """(parameters, metrics) after one update from the run's state, which stays as it is."""
-        key = repr(recipe)
+        key = repr(step_spec)
         if key not in self._updates:
-            changed = dataclasses.replace(self.recipe, **recipe)
+            changed = dataclasses.replace(self.step_spec, **step_spec)
             self._updates[key] = jax.jit(lambda s, b: train_step(s, b, changed, self.layout))
         new, metrics = self._updates[key](self.state, values)
         return new.params, metrics

@@ -11,7 +11,7 @@ from jaxllm import architectures
 from jaxllm.config import Architecture
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine.generator import Generator
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import SampleRequest
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.model import specs
 from jaxllm.step.precision import policy_for
@@ -33,7 +33,7 @@ def measure(context: Context, generator: Generator, model: Architecture, batch: 
     """Two records: prefill, with the first token of each row; and the tokens after it, greedy ones."""
     prompt, new = (40, 9) if context.tiny else (PROMPT, NEW)
     prompts = [chr(ord("a") + row % 26) * prompt for row in range(batch)]
-    request = Request(max_new_tokens=new, sampling=SamplingOptions(temperature=0.0), ignore_eos=True)
+    request = SampleRequest(max_new_tokens=new, sampling=SamplingOptions(temperature=0.0), ignore_eos=True)
     generator.generate(prompts, request)  # compiles
     repeats = 2 if context.tiny else timing.REPEATS
     times = [generator.generate(prompts, request)[1] for _ in range(repeats)]

@@ -81,7 +81,7 @@ def infer(index: int, tiny: bool) -> dict[str, Any]:
     config = steps.configured(model_name, 1, 1, "none", tiny)
     batch, context, chunk = (2, 64, 16) if tiny else (batch, context, chunk)
     model = architectures.resolve_config(config)
-    asked = task_programs.Sampling(batch, context, chunk, steps=8)
+    asked = task_programs.SamplingSpec(batch, context, chunk, steps=8)
     made = task_programs.programs_of(config, model, jax.default_backend(), make_mesh(Config().mesh), asked)
     executables = {name: program.compile() for name, program in made.items()}
     params, state = (jax.jit(lambda tree=tree: filled(tree))() for tree in made["prefill"].inputs[:2])

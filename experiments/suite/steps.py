@@ -34,7 +34,7 @@ class Run:
     def __init__(self, config: Config, model: Architecture | None = None):
         self.config, self.model = config, model or architectures.resolve_config(config)
         platform, self._mesh = jax.default_backend(), make_mesh(config.mesh)
-        self._recipe = programs.make_recipe(config, self.model, platform)
+        self._recipe = programs.make_step_spec(config, self.model, platform)
         self.step = programs.train_step(config, self._recipe, self._mesh)
         self.compiled = self.step.compile()
         self._state: Any = None

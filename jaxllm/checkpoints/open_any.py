@@ -27,7 +27,7 @@ from jaxllm.parallel.mesh import path_name
 _APART = ("init_std", "router_aux_weight", "unroll")
 
 
-class Start(NamedTuple):
+class RunInit(NamedTuple):
     """Attributes:
     config: of the run, its model and its tokenizer spelled out.
     text: how the model reads and writes; None where the data are ids already and nothing says.
@@ -54,7 +54,7 @@ class Adapters(NamedTuple):
     load: Callable[[], Any]
 
 
-def prepare(config: Config, workdir: pathlib.Path) -> Start:
+def prepare(config: Config, workdir: pathlib.Path) -> RunInit:
     """How the run in a workdir starts or, if it has a checkpoint, goes on: `config.init_from` is not read then.
 
     Raises:
@@ -66,17 +66,17 @@ def prepare(config: Config, workdir: pathlib.Path) -> Start:
             "weights of a model; set config.init_from to it, or config.lora.rank to 0"
         )
     if not config.init_from:
-        return Start(config, _text(config, None, workdir), None)
+        return RunInit(config, _text(config, None, workdir), None)
     stored = checkpoint.stored_config(workdir)
     if stored is not None:
         base, name = architectures.resolve(stored.model), stored.model.name
         has_own = stored.data.tokenizer == workdir_lib.OWN
         config = _spelled_out(config, base, name, f"the run in {workdir}", has_own)
-        return Start(config, _text(config, None, workdir), None)
+        return RunInit(config, _text(config, None, workdir), None)
     source = open_any(config.init_from)
     own = texts.of(source)
     config = resolved(config, source)
-    return Start(config, _text(config, own, workdir), source)
+    return RunInit(config, _text(config, own, workdir), source)
 
 
 def resolved(config: Config, source: Pretrained | None = None) -> Config:

@@ -100,7 +100,7 @@ def penalize(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Flo
     return jnp.where(seen, penalized, logits)
 
 
-def survivors(logits: Float[Array, "B V"], params: SamplingParams) -> Int[Array, " B"]:
+def num_kept(logits: Float[Array, "B V"], params: SamplingParams) -> Int[Array, " B"]:
     """How many of the likeliest tokens may be drawn, at least 1, of logits in falling order."""
     rank = jnp.arange(logits.shape[1])[None, :]
     allowed = (params.top_k[:, None] == 0) | (rank < params.top_k[:, None])
@@ -132,7 +132,7 @@ def _draw(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Ar
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         rising, noises, order = jax.lax.sort((-logits, noise, ids), dimension=1, num_keys=1, is_stable=True)
         falling = -rising
-        kept = jnp.arange(V)[None, :] < survivors(falling, params)[:, None]
+        kept = jnp.arange(V)[None, :] < num_kept(falling, params)[:, None]
         noisy = jnp.where(kept, falling + noises, -jnp.inf)
         return jnp.take_along_axis(order, jnp.argmax(noisy, axis=1)[:, None], axis=1)[:, 0]
 

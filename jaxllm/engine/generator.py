@@ -15,7 +15,7 @@ from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode import state as state_lib
 from jaxllm.decode import weights
 from jaxllm.decode.state import DecodeState
-from jaxllm.engine.request import Request, Result, Times, check, options_of
+from jaxllm.engine.request import Result, SampleRequest, Times, check, options_of
 from jaxllm.engine.stop_strings import StopStream
 from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import StreamDecoder, Tokenizer
@@ -164,7 +164,7 @@ class Generator:
         return capacity_for(longest, max_new_tokens, self._model)
 
     def generate(
-        self, prompts: Sequence[str], request: Request, on_text: OnText | None = None
+        self, prompts: Sequence[str], request: SampleRequest, on_text: OnText | None = None
     ) -> tuple[list[Result], Times]:
         """Continues every prompt, all in one batch.
 
@@ -239,7 +239,9 @@ class Generator:
             self._compiled[key] = program.compile()
         return self._compiled[key]
 
-    def _start(self, ids: Sequence[np.ndarray], request: Request, capacity: int, ends: Sequence[int]) -> DecodeState:
+    def _start(
+        self, ids: Sequence[np.ndarray], request: SampleRequest, capacity: int, ends: Sequence[int]
+    ) -> DecodeState:
         B = len(ids)
         sampling = sampling_lib.make_params(options_of(request, B), ids, self._tokenizer.vocab_size)
         # The cache's room bounds every row; a larger number need not fit an int32.

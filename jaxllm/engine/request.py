@@ -8,7 +8,7 @@ from jaxllm.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """What is asked about every prompt of a call.
 
     Attributes:
@@ -59,7 +59,7 @@ class Times:
     tokens_per_second: float
 
 
-def check(request: Request, prompts: int) -> None:
+def check(request: SampleRequest, prompts: int) -> None:
     """Raises UserError, naming the flag, where a value makes no sense for so many prompts."""
     sampling_lib.check(request.sampling)
     if request.seeds and len(request.seeds) != prompts:
@@ -74,7 +74,7 @@ def check(request: Request, prompts: int) -> None:
         raise UserError("--stop is empty; give the text to stop at, or leave the flag out")
 
 
-def options_of(request: Request, prompts: int) -> list[SamplingOptions]:
+def options_of(request: SampleRequest, prompts: int) -> list[SamplingOptions]:
     """The settings of each of so many prompts."""
     seeds = request.seeds or (request.sampling.seed,) * prompts
     return [dataclasses.replace(request.sampling, seed=seed) for seed in seeds]

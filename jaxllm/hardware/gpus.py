@@ -65,7 +65,7 @@ class _Links:
     source: str
     nvlink: float = 0
     network: float = 0
-    island: int = GPUS_PER_HOST
+    link_domain: int = GPUS_PER_HOST
     host: float = 0
 
 
@@ -102,7 +102,7 @@ def _gpu(
         interconnect=(links.nvlink or pcie) * GB,
         network=links.network * GB or None,
         host_link=(links.host or pcie) * GB,
-        island=links.island,
+        link_domain=links.link_domain,
     )
 
 
@@ -136,7 +136,7 @@ _DGX_B200 = _Links(5, "NVLink 5 and PCIe 5; DGX B200 data sheet (2024): 400 Gb/s
 _NVL72_TOLD = (
     "NVLink 5 over 72; half of a Grace's NVLink-C2C; GB200 NVL72 and DGX GB200 data sheets (2024): 400 Gb/s each"
 )
-_NVL72 = _Links(5, _NVL72_TOLD, 900, 50, island=72, host=225)
+_NVL72 = _Links(5, _NVL72_TOLD, 900, 50, link_domain=72, host=225)
 _NO_NETWORK = "no network comes with it"
 _PAIRS = _Links(5, f"PCIe 5, since NVLink bridges join two only; {_NO_NETWORK}")
 _PCIE_3090 = _Links(4, f"PCIe 4, since an NVLink bridge joins two only; {_NO_NETWORK}")

@@ -47,12 +47,12 @@ class Device:
       platform: as JAX names it: cpu | gpu | tpu.
       compile_target: what a program can be compiled for without the device; None where nobody knows.
       held_back: bytes beside `memory_bytes` that a program cannot use: the backend's share, or other processes'.
-      interconnect: bytes/s to the devices of its own island; None where not known.
+      interconnect: bytes/s to the devices of its own link domain; None where not known.
       network: bytes/s of its own network card, or its share of one, to other islands; None where not known.
       host_link: bytes/s to its host's memory; None where not known.
       vector_memory: of a TPU's core: bytes that arrays of a program may have there instead of in its memory, as its
         compiler allots them.
-      island: devices that the interconnect joins: those of a host, a rack or a TPU slice.
+      link_domain: devices that the interconnect joins: those of a host, a rack or a TPU slice.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Device:
     network: float | None = None
     host_link: float | None = None
     vector_memory: int = 0
-    island: int = 1
+    link_domain: int = 1
 
     @property
     def total_bytes(self) -> int | None:

@@ -51,7 +51,7 @@ def _tpu(name: str, figures: _Figures, target: TpuTarget, source: str = "") -> D
         interconnect=figures.ici * GB,
         network=figures.network * GB or None,
         vector_memory=figures.vector * MIB,
-        island=target.largest * target.devices_per_chip,
+        link_domain=target.largest * target.devices_per_chip,
     )
 
 

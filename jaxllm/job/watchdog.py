@@ -26,7 +26,7 @@ _GRACE_SECONDS = 5.0  # for a process to end by itself, in good order
 _SIGABRT = 6
 
 
-class Watch:
+class Watchdog:
     """The watching thread of one process; nothing where the job has but one.
 
     Args:

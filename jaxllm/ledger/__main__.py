@@ -26,11 +26,11 @@ from jaxllm.ledger import request
 from jaxllm.ledger.bill import AUTO
 from jaxllm.ledger.compiled import absent, attached
 from jaxllm.ledger.compiled.attached import Inspection
-from jaxllm.ledger.compiled.task_programs import Sampling, programs_of
+from jaxllm.ledger.compiled.task_programs import SamplingSpec, programs_of
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.report import page, picture, terminal
-from jaxllm.ledger.request import TASKS, Request
+from jaxllm.ledger.request import TASKS, BillRequest
 from jaxllm.ledger.rows import Ledger, Unknown, figure_to_json
 from jaxllm.parallel import mesh
 
@@ -56,7 +56,7 @@ _PNG = flags.DEFINE_string("png", None, "Writes the bill to this file as a pictu
 def main() -> int:
     config = open_any.resolved(commandline.load_config())
     _check_outputs()
-    asked = Request(
+    asked = BillRequest(
         config=config,
         device=detect.named(_DEVICE.value),
         count=_COUNT.value,
@@ -104,7 +104,7 @@ def _check_outputs() -> None:
         require()
 
 
-def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, Inspection]], asked: Request) -> None:
+def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, Inspection]], asked: BillRequest) -> None:
     console = Console()
     for task, ledger in bills.items():
         terminal.show_bill(ledger, asked.device, console)
@@ -114,12 +114,12 @@ def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, In
         terminal.show_comparison(bills["train"], bills["infer"], console)
 
 
-def _sampling(asked: Request) -> Sampling:
+def _sampling(asked: BillRequest) -> SamplingSpec:
     context = request.context_of(asked)
-    return Sampling(asked.batch, context, min(asked.chunk, context), generator.STEPS, asked.cache)
+    return SamplingSpec(asked.batch, context, min(asked.chunk, context), generator.STEPS, asked.cache)
 
 
-def _inspect(asked: Request, task: str) -> dict[str, Inspection]:
+def _inspect(asked: BillRequest, task: str) -> dict[str, Inspection]:
     sampling = _sampling(asked) if task == "infer" else None
     if _DEVICE.value != "auto":
         count = 1 if sampling else request.count_of(asked)

@@ -6,7 +6,7 @@ from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula import communication, inference_memory, roofline, training_memory
-from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.formats import AUTO as AUTO
 from jaxllm.ledger.formula.roofline import Roofline
 from jaxllm.ledger.rows import Ledger, Unknown
@@ -27,13 +27,13 @@ def training(config: Config, model: Architecture, device: Device) -> Ledger:
     """
     policy = policy_for(config.precision.policy, device.platform)
     ledger = training_memory.training(model, config, policy.name, device.platform)
-    setting = setting_lib.make(model, config, policy.name, device.platform)
-    billed = _on(device, ledger, roofline.train_step(setting, device))
+    run = run_lib.make(model, config, policy.name, device.platform)
+    billed = _on(device, ledger, roofline.train_step(run, device))
     sent = round(sum(transfer.ring_bytes for transfer in communication.train_step(model, config, policy.name)))
     return dataclasses.replace(billed, model=title(config), compute={**billed.compute, "sent_bytes": sent})
 
 
-def plain_format(platform: str) -> str:
+def compute_format(platform: str) -> str:
     """Returns the format in which programs store and compute with weights and cache on a platform."""
     return policy_for("auto", platform).name
 
@@ -63,7 +63,7 @@ def sampling(
     Raises:
       UserError: The format is not supported.
     """
-    plain, dtype = plain_format(device.platform), policy_for("auto", device.platform).compute.name
+    plain, dtype = compute_format(device.platform), policy_for("auto", device.platform).compute.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))
     how = (model, batch, capacity, chunk, weights, cache, name, device.platform)
     ledger = inference_memory.inference(*how, use_cache=use_cache, vector_memory=device.vector_memory)

@@ -49,7 +49,7 @@ def capacity_bytes(device: jax.Device | None = None) -> Figure:
     return _statistic("bytes_limit", device)
 
 
-def held_by_others(device: jax.Device | None = None) -> Figure:
+def used_by_others(device: jax.Device | None = None) -> Figure:
     """Returns the bytes in use on a device that are not arrays of this process.
 
     An accelerator's allocator reports its own process only, so these are programs and library allocations. On a CPU
@@ -71,20 +71,20 @@ def available_bytes(device: jax.Device | None = None) -> Figure:
     device = device or jax.local_devices()[0]
     if device.platform == "cpu":
         return _free_host_bytes() + sum(map(live_bytes, jax.local_devices(backend="cpu")))
-    capacity, others = capacity_bytes(device), held_by_others(device)
+    capacity, others = capacity_bytes(device), used_by_others(device)
     if isinstance(capacity, Unknown):
         return capacity
     return others if isinstance(others, Unknown) else max(0, capacity - others)
 
 
-def left_for_us(device: Device, held: Figure, count: int = 1) -> Figure:
+def available_to_task(device: Device, held: Figure, count: int = 1) -> Figure:
     """Returns the bytes per device that other users leave to a task on `count` devices.
 
     A CPU's `memory_bytes` is already the free host memory; simulated CPU devices divide it equally.
 
     Args:
       device: Device specification.
-      held: Result of `held_by_others`.
+      held: Result of `used_by_others`.
       count: Number of devices that the task uses.
     """
     if device.memory_bytes is None:

@@ -17,7 +17,7 @@ TASKS = ("train", "infer")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class BillRequest:
     """Request to bill one configuration on one kind of device.
 
     Attributes:
@@ -49,7 +49,7 @@ class Request:
         return architectures.resolve_config(self.config)
 
 
-def train(request: Request) -> Ledger:
+def train(request: BillRequest) -> Ledger:
     """Returns the bill of a training run.
 
     Raises:
@@ -60,7 +60,7 @@ def train(request: Request) -> Ledger:
     return bill.training(request.config, model, request.device)
 
 
-def infer(request: Request) -> Ledger:
+def infer(request: BillRequest) -> Ledger:
     """Returns the bill of sampling on one device.
 
     Raises:
@@ -71,13 +71,13 @@ def infer(request: Request) -> Ledger:
     return bill.sampling(name, request.model, request.device, *how)
 
 
-def require_programs(request: Request) -> None:
+def require_programs(request: BillRequest) -> None:
     """Checks that sampling programs exist for the requested weight and cache formats.
 
     Raises:
       UserError: No program supports the format; the message names the flag.
     """
-    plain = bill.plain_format(request.device.platform)
+    plain = bill.compute_format(request.device.platform)
     for flag, name, there in (
         ("weights", request.weights, (bill.AUTO, plain)),
         ("cache", request.cache, (bill.AUTO, plain, formats.INT8)),
@@ -89,12 +89,12 @@ def require_programs(request: Request) -> None:
             )
 
 
-def count_of(request: Request) -> int:
+def count_of(request: BillRequest) -> int:
     """Returns the number of training devices: as requested, or the size of config.mesh."""
     return request.count or math.prod(mesh.sizes(request.config.mesh).values())
 
 
-def context_of(request: Request) -> int:
+def context_of(request: BillRequest) -> int:
     """Returns the maximum tokens per sequence, prompt included: as requested, or the model's context length.
 
     Raises:

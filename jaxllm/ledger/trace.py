@@ -56,7 +56,7 @@ def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any
 
 def abstract_state(config: Config, model: Architecture, platform: str) -> Any:
     """Returns the train state as shapes, dtypes and shardings on an abstract mesh."""
-    return programs.abstract_state(config, programs.make_recipe(config, model, platform), _mesh(config))
+    return programs.abstract_state(config, programs.make_step_spec(config, model, platform), _mesh(config))
 
 
 def bytes_per_device(tree: Any, memory: str | None = None) -> int:
@@ -72,22 +72,22 @@ def bytes_per_device(tree: Any, memory: str | None = None) -> int:
 
 def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
     """Returns the bytes of the residuals that `jax.vjp` saves for the real training step."""
-    recipe = programs.make_recipe(config, model, platform)
-    layout = make_layout(config, model, recipe.policy, _mesh(config))
+    step_spec = programs.make_step_spec(config, model, platform)
+    layout = make_layout(config, model, step_spec.policy, _mesh(config))
 
     def local(params: Any, frozen: Any, batch: Any, factor: jax.Array) -> list[jax.Array]:
-        variables, computing = gradients.variables_of(params, frozen, recipe, layout)
+        variables, computing = gradients.variables_of(params, frozen, step_spec, layout)
         partition = gradients.partition_of(layout)
 
         def loss(variables: Any) -> jax.Array:
-            return gradients.loss_sums(computing(variables), batch, recipe, partition, factor)[0]
+            return gradients.loss_sums(computing(variables), batch, step_spec, partition, factor)[0]
 
         return jax.tree.leaves(jax.vjp(loss, variables)[1])
 
     def specs(placements: Any) -> Any:
         return jax.tree.map(lambda p: p.partition, placements, is_leaf=lambda x: isinstance(x, mesh_lib.Placement))
 
-    state = programs.abstract_state(config, recipe, _mesh(config))
+    state = programs.abstract_state(config, step_spec, _mesh(config))
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.frozen))
     rows = config.train.batch_size // config.train.accumulate
     batch = {

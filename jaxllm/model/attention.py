@@ -13,7 +13,7 @@ from jaxllm.kernels.cudnn import cudnn_attention
 from jaxllm.kernels.flash.api import flash_attention
 from jaxllm.model.layer_cache import LayerCache
 from jaxllm.model.layers import align, norm, norm_over_heads, project, rotate
-from jaxllm.parallel.collectives import WHOLE, Partition
+from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,10 @@ def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -
     return y
 
 
-def _qk_norm(x: Array, params: dict[str, Any], model: Architecture, partition: Partition) -> Array:
+def _qk_norm(x: Array, params: dict[str, Any], model: Architecture, collectives: Collectives) -> Array:
     kind = "rmsnorm" if model.norm == "layernorm" else model.norm
     if model.qk_norm_over == "projection":
-        return norm_over_heads(x, params, kind, model.norm_eps, partition)
+        return norm_over_heads(x, params, kind, model.norm_eps, collectives)
     return norm(x, params, kind, model.norm_eps)
 
 
@@ -58,7 +58,7 @@ def attention(
     kind: str,
     span: Span,
     cache: LayerCache | None = None,
-    partition: Partition = WHOLE,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], LayerCache | None]:
     """Self-attention of one layer, over the tokens given or over those and a cache's.
 
@@ -69,7 +69,7 @@ def attention(
     """
     q, k, v = (_project(x, params, name, model) for name in "qkv")
     if model.qk_norm:
-        q, k = (_qk_norm(x, params[f"{name}_norm"], model, partition) for name, x in (("q", q), ("k", k)))
+        q, k = (_qk_norm(x, params[f"{name}_norm"], model, collectives) for name, x in (("q", q), ("k", k)))
     if kind in span.angles:
         q, k = rotate(q, span.angles[kind]), rotate(k, span.angles[kind])
     q, k, v = (checkpoint_name(y, "attn_qkv") for y in (q, k, v))
@@ -81,7 +81,7 @@ def attention(
         y, cache = cache.attend(q, k, v, span.positions, span.valid, window=window, scale=scale, softcap=softcap)
     else:
         y = _among_themselves(q, k, v, span, window, scale, softcap)
-    y = partition.leave(project(y, params, "out", fan_in=2))
+    y = collectives.reduce_scatter_tokens(project(y, params, "out", fan_in=2))
     if model.out_bias:
         y = y + align(params["out_bias"], y)
     return checkpoint_name(y, "attn_out"), cache

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
 from jaxllm.model.adapters import ADAPTERS
-from jaxllm.parallel.collectives import WHOLE, Partition
+from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
 def align(vector: Array, x: Array) -> Array:
@@ -36,7 +36,11 @@ def norm(x: Float[Array, "*batch D"], params: dict[str, Array], kind: str, eps: 
 
 
 def norm_over_heads(
-    x: Float[Array, "B T heads H"], params: dict[str, Array], kind: str, eps: float, partition: Partition = WHOLE
+    x: Float[Array, "B T heads H"],
+    params: dict[str, Array],
+    kind: str,
+    eps: float,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> Float[Array, "B T heads H"]:
     """RMSNorm of all heads of a token together (OLMo 2, Walsh et al. 2025).
 
@@ -46,8 +50,8 @@ def norm_over_heads(
       kind: rmsnorm | rmsnorm_plus_one.
     """
     x32 = x.astype(jnp.float32)
-    total = partition.head_sum(jnp.square(x32).sum((2, 3), keepdims=True))
-    x32 = x32 * jax.lax.rsqrt(total / (x.shape[2] * x.shape[3] * partition.tensor) + eps)
+    total = collectives.all_reduce_heads(jnp.square(x32).sum((2, 3), keepdims=True))
+    x32 = x32 * jax.lax.rsqrt(total / (x.shape[2] * x.shape[3] * collectives.tensor) + eps)
     scale = align(params["scale"].astype(jnp.float32), x32)
     return (x32 * (1.0 + scale if kind == "rmsnorm_plus_one" else scale)).astype(x.dtype)
 
@@ -162,7 +166,7 @@ def project(x: Float[Array, "B T *inputs"], params: dict[str, Any], name: str, f
 
 
 def mlp(
-    x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture, partition: Partition = WHOLE
+    x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture, collectives: Collectives = SINGLE_DEVICE
 ) -> Float[Array, "B t D"]:
     """The dense MLP: two matrices, or three where it is gated (Shazeer 2020)."""
 
@@ -174,7 +178,7 @@ def mlp(
 
     up = into("up")
     hidden = activation(into("gate"), model.mlp) * up if model.gated else activation(up, model.mlp)
-    y = partition.leave(project(checkpoint_name(hidden, "mlp_hidden"), params, "down"))
+    y = collectives.reduce_scatter_tokens(project(checkpoint_name(hidden, "mlp_hidden"), params, "down"))
     if model.mlp_bias:
         y = y + align(params["down_bias"], y)
     return checkpoint_name(y, "mlp_out")

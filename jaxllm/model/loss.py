@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.model.transformer import softcap as apply_softcap
-from jaxllm.parallel.collectives import WHOLE, Partition
+from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Head:
     tensor: int = 1
 
     @property
-    def partition(self) -> Partition:
-        return dataclasses.replace(WHOLE, tensor=self.tensor)
+    def collectives(self) -> Collectives:
+        return dataclasses.replace(SINGLE_DEVICE, tensor=self.tensor)
 
 
 def _chunks(x: Array, size: int) -> Array:
@@ -58,7 +58,7 @@ def _statistics(
     logits = jnp.einsum("cd,vd->cv", hidden, table, preferred_element_type=jnp.float32)
     logits = apply_softcap(logits, head.softcap)
     rows = table.shape[0]
-    first = head.partition.first(rows)
+    first = head.collectives.first(rows)
     if rows * head.tensor > head.vocab_size:
         logits = jnp.where((first + jnp.arange(rows) < head.vocab_size)[None], logits, -jnp.inf)
     highest = logits.max(1, keepdims=True)

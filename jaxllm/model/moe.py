@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.config import Architecture
 from jaxllm.kernels import grouped
 from jaxllm.model.layers import activation
-from jaxllm.parallel.collectives import WHOLE, Partition
+from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
 def route(
@@ -33,7 +33,7 @@ def load_balancing_loss(
     probabilities: Float[Array, "M E"],
     experts: Int[Array, "M X"],
     real: Bool[Array, " M"],
-    partition: Partition = WHOLE,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> Float[Array, ""]:
     """E · Σ_e (share of assignments to e) · (mean probability of e), over real tokens; 1 when even.
 
@@ -43,11 +43,11 @@ def load_balancing_loss(
     """
     E = probabilities.shape[-1]
     assigned = jax.nn.one_hot(experts, E).sum(1) * real[:, None]
-    count = jnp.maximum(partition.batch_sum(real.sum()), 1)
-    share = partition.batch_sum(jax.lax.stop_gradient(assigned.sum(0))) / (count * experts.shape[1])
+    count = jnp.maximum(collectives.all_reduce_batch(real.sum()), 1)
+    share = collectives.all_reduce_batch(jax.lax.stop_gradient(assigned.sum(0))) / (count * experts.shape[1])
     mean_probability = (probabilities * real[:, None]).sum(0) / count
     # Devices along `tensor` have the same tokens and say the same.
-    return E * jnp.sum(share * mean_probability) / partition.tensor
+    return E * jnp.sum(share * mean_probability) / collectives.tensor
 
 
 def moe(
@@ -55,7 +55,7 @@ def moe(
     params: dict[str, Any],
     model: Architecture,
     real: Bool[Array, "B T"],
-    partition: Partition = WHOLE,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], Float[Array, ""]]:
     """The sparse MLP.
 
@@ -81,8 +81,8 @@ def moe(
     up = project("up", rows)
     hidden = activation(project("gate", rows), model.mlp) * up if model.gated else activation(up, model.mlp)
     # Each device along `tensor` has a part of the sum over the hidden layer, so it adds a part of the bias.
-    outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), parts=partition.tensor)
+    outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), parts=collectives.tensor)
     back = blocks.take_back(outputs).reshape(B * T, X, D)
     mixed = jnp.einsum("mxd,mx->md", back, weights.astype(back.dtype)).reshape(B, T, D)
-    balance = load_balancing_loss(probabilities, experts, real.reshape(-1), partition)
-    return checkpoint_name(partition.leave(mixed), "mlp_out"), balance
+    aux_loss = load_balancing_loss(probabilities, experts, real.reshape(-1), collectives)
+    return checkpoint_name(collectives.reduce_scatter_tokens(mixed), "mlp_out"), aux_loss

@@ -15,7 +15,7 @@ from jaxllm.config import Architecture
 from jaxllm.config.remat import RematPolicy
 from jaxllm.model.attention import LayerCache
 from jaxllm.model.remat import group_size, rematerialize
-from jaxllm.parallel.collectives import Partition
+from jaxllm.parallel.collectives import Collectives
 
 Params = dict[str, Any]
 # (x, layer's weights, kind, its cache) -> (x, the cache written, load-balancing loss)
@@ -28,7 +28,7 @@ def without_cache(
     block: Block,
     model: Architecture,
     remat: RematPolicy,
-    partition: Partition,
+    collectives: Collectives,
 ) -> tuple[Float[Array, "B t D"], Float[Array, ""]]:
     """(output of the last layer, sum of the layers' load-balancing losses).
 
@@ -40,13 +40,13 @@ def without_cache(
     def one(carry: tuple[Array, Array], layer: Params, group: str, place: int, kind: str, alone: bool) -> Any:
         def plain(x: Array, layer: Params) -> tuple[Array, Array]:
             # Gathered inside what is made again, so that no whole weights wait for the backward pass.
-            y, _, balance = block(x, partition.weights(layer, group, place), kind, None)
-            return y, balance
+            y, _, aux_loss = block(x, collectives.weights(layer, group, place), kind, None)
+            return y, aux_loss
 
-        x, balance = carry
+        x, aux_loss = carry
         # In a loop of its own a block's backward pass is in another computation than its forward pass.
         x, added = rematerialize(plain, remat, prevent_cse=not alone)(x, layer)
-        return x, balance + added
+        return x, aux_loss + added
 
     size = group_size(model.repeats, remat)
     alone = len(model.pattern) == 1 and model.repeats // model.unroll > 1

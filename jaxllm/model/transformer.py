@@ -11,7 +11,7 @@ from jaxllm.config.remat import RematPolicy
 from jaxllm.model import layers, stack
 from jaxllm.model.attention import LayerCache, Span
 from jaxllm.model.block import block
-from jaxllm.parallel.collectives import WHOLE, Partition
+from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 Params = dict[str, Any]
 # Every product's result waits for the backward pass.
@@ -23,7 +23,7 @@ def embed(
     positions: Int[Array, "B T"],
     params: Params,
     model: Architecture,
-    partition: Partition = WHOLE,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> Float[Array, "B t D"]:
     """Token embeddings, scaled, plus learned positions where the model has them.
 
@@ -31,24 +31,24 @@ def embed(
       params: {"tokens": [V, D], ["positions": [P, D]]}, of the tokens this device's part of the vocabulary.
     """
     table = params["tokens"]
-    if partition.tensor > 1:
-        local = tokens - partition.first(table.shape[0])
+    if collectives.tensor > 1:
+        local = tokens - collectives.first(table.shape[0])
         here = (local >= 0) & (local < table.shape[0])
         # A product, of which the gradient needs one number a token; of a choice it would need whole rows.
-        x = partition.leave(table[jnp.where(here, local, 0)] * here[..., None].astype(table.dtype))
+        x = collectives.reduce_scatter_tokens(table[jnp.where(here, local, 0)] * here[..., None].astype(table.dtype))
     else:
         x = table[tokens]
     x = x * jnp.asarray(model.embedding_scale, x.dtype)
     if model.positions == "learned":
-        x = x + params["positions"][partition.own_tokens(positions)]
+        x = x + params["positions"][collectives.own_tokens(positions)]
     return x
 
 
-def unembedding(params: Params, partition: Partition = WHOLE) -> Float[Array, "V D"]:
+def unembedding(params: Params, collectives: Collectives = SINGLE_DEVICE) -> Float[Array, "V D"]:
     """The matrix that makes logits: the head, or the embeddings where they are tied; this device's part of it."""
     if "head" in params:
-        return partition.weights(params["head"], "head")
-    return partition.weights(params["embed"], "embed")["tokens"]
+        return collectives.weights(params["head"], "head")
+    return collectives.weights(params["embed"], "embed")["tokens"]
 
 
 def logits(hidden: Float[Array, "*batch D"], params: Params, model: Architecture) -> Float[Array, "*batch V"]:
@@ -94,7 +94,7 @@ def forward(
     remat: RematPolicy = NOTHING,
     attention: Attention = PLAIN,
     attention_chunk: int = 0,
-    partition: Partition = WHOLE,
+    collectives: Collectives = SINGLE_DEVICE,
     cache: Params | None = None,
     lengths: Int[Array, " B"] | None = None,
     capacity: int = 0,
@@ -123,14 +123,14 @@ def forward(
         real = valid
 
     def run(x: Array, layer: Params, kind: str, cached: LayerCache | None) -> tuple[Array, LayerCache | None, Array]:
-        return block(x, layer, model, kind, span, real, cached, partition)
+        return block(x, layer, model, kind, span, real, cached, collectives)
 
-    x = embed(tokens, positions, partition.weights(params["embed"], "embed"), model, partition)
-    balance, new_cache = jnp.zeros((), jnp.float32), None
+    x = embed(tokens, positions, collectives.weights(params["embed"], "embed"), model, collectives)
+    aux_loss, new_cache = jnp.zeros((), jnp.float32), None
     if cache is None:
-        x, balance = stack.without_cache(x, params, run, model, remat, partition)
+        x, aux_loss = stack.without_cache(x, params, run, model, remat, collectives)
     else:
         assert lengths is not None, "a cache comes with the lengths of its rows"
         x, new_cache = stack.with_cache(x, params, run, model, cache, lengths, capacity)
-    hidden = layers.norm(x, partition.weights(params["final_norm"], "final_norm"), model.norm, model.norm_eps)
-    return hidden, new_cache, model.router_aux_weight * balance / model.layers
+    hidden = layers.norm(x, collectives.weights(params["final_norm"], "final_norm"), model.norm, model.norm_eps)
+    return hidden, new_cache, model.router_aux_weight * aux_loss / model.layers

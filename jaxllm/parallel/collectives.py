@@ -34,7 +34,7 @@ class Scattered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Partition:
+class Collectives:
     """Collectives of a model's functions for given mesh sizes; the default is a single device.
 
     Attributes:
@@ -47,11 +47,11 @@ class Partition:
     batch: int = 1
     placements: Any = None
 
-    def enter(self, x: Float[Array, "B t D"]) -> Float[Array, "B T D"]:
+    def all_gather_tokens(self, x: Float[Array, "B t D"]) -> Float[Array, "B T D"]:
         """All-gathers the tokens over `tensor`, before matmuls with weights sharded over heads, MLP or vocabulary."""
         return jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if self.tensor > 1 else x
 
-    def leave(self, y: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
+    def reduce_scatter_tokens(self, y: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
         """Reduce-scatters the partial outputs of tensor-parallel matmuls, so each device keeps its own tokens."""
         return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True) if self.tensor > 1 else y
 
@@ -66,11 +66,11 @@ class Partition:
         """Returns the index of this device's first element in a dimension sharded over `tensor`, `size` per device."""
         return jax.lax.axis_index("tensor") * size if self.tensor > 1 else 0
 
-    def head_sum(self, x: Array) -> Array:
+    def all_reduce_heads(self, x: Array) -> Array:
         """All-reduces sums over this device's heads to sums over all heads."""
         return jax.lax.psum(x, "tensor") if self.tensor > 1 else x
 
-    def batch_sum(self, x: Array) -> Array:
+    def all_reduce_batch(self, x: Array) -> Array:
         """All-reduces sums over this device's rows to sums over the whole batch."""
         return jax.lax.psum(x, BATCH_AXES) if self.batch > 1 else x
 
@@ -96,7 +96,7 @@ class Partition:
         return jax.tree.map(whole, placed, params)
 
 
-WHOLE = Partition()
+SINGLE_DEVICE = Collectives()
 
 
 def gather(x: Array, placement: Placement, cut: bool = False) -> Array:

@@ -23,7 +23,7 @@ BATCH_AXES = ("replica", "data")
 # Compute sharding: logical axis -> mesh axis. Axes not listed are unsharded during the computation.
 COMPUTE: dict[str, str] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 # Storage sharding: the one logical axis that ZeRO never shards, because the loop over layers slices one at a time.
-NEVER_SPLIT = "layers"
+UNSHARDED_AXES = "layers"
 
 Kind = Literal["weights", "gradients", "moments"]
 # First ZeRO stage that shards each kind of array over `data`.
@@ -102,10 +102,10 @@ class Placement:
     gathered: int = 0
 
     @property
-    def partition(self) -> PartitionSpec:
+    def collectives(self) -> PartitionSpec:
         return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in self.axes))
 
-    def numbers_per_device(self, mesh: dict[str, int]) -> int:
+    def elements_per_device(self, mesh: dict[str, int]) -> int:
         """Returns the number of elements per device, which is equal on all devices of the mesh."""
         return math.prod(self.shape) // math.prod(mesh[axis] for axes in self.axes for axis in axes)
 
@@ -174,7 +174,7 @@ def placement(name: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: di
 
     growth = {}
     for i, axis in enumerate(axes):
-        if axis != NEVER_SPLIT:
+        if axis != UNSHARDED_AXES:
             padded = _next_multiple(stored[i], _ways((*split[i], "data"), mesh))
             # A dimension also sharded over `tensor` would need padding in every shard. The vocabulary is the
             # exception: entries past its end are never read.
@@ -224,4 +224,4 @@ def place(mesh: Mesh, placement: Placement, memory: str | None = None) -> NamedS
       placement: Placement of the array.
       memory: Memory kind, "device" or "pinned_host"; None means the backend's default.
     """
-    return NamedSharding(mesh, placement.partition, memory_kind=memory)
+    return NamedSharding(mesh, placement.collectives, memory_kind=memory)

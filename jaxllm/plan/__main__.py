@@ -25,7 +25,7 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.parallel import mesh
 from jaxllm.plan import both, inference_plan, render, training_plan
-from jaxllm.plan.request import BATCH_TOKENS, LENGTH, Output, Request, precisions
+from jaxllm.plan.request import BATCH_TOKENS, LENGTH, Output, PlanRequest, precisions
 from jaxllm.plan.training import base_config
 
 _MODEL = flags.DEFINE_string("model", None, "A published model, by its name in jaxllm.architectures.")
@@ -82,7 +82,7 @@ def main() -> int:
     if device.memory_bytes is None:
         raise UserError(f"--device {_DEVICE.value}: the memory of {device.name} is not known; name another device")
     config = _run_of_file() if is_file else _run_of_model(_MODEL.value or "")
-    request = Request(
+    request = PlanRequest(
         config=config,
         model=architectures.resolve_config(config),
         file=commandline.config_file() if is_file else "",

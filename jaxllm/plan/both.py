@@ -5,10 +5,10 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.ledger import bill
 from jaxllm.plan import inference, inference_plan, remedies, render, training_plan
-from jaxllm.plan.request import Output, Request
+from jaxllm.plan.request import Output, PlanRequest
 
 
-def both(request: Request, output: Output) -> dict[str, Any]:
+def both(request: PlanRequest, output: Output) -> dict[str, Any]:
     """The first question, training or inference: what each takes, and how to ask for more."""
     trained = training_plan.search(request)
     sampled = inference_plan.search(request, (request.batch or 1,))

@@ -14,7 +14,7 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger.compiled import absent
 from jaxllm.ledger.compiled import attached as compiled
 from jaxllm.ledger.compiled.attached import Inspection
-from jaxllm.ledger.compiled.task_programs import Sampling, programs_of
+from jaxllm.ledger.compiled.task_programs import SamplingSpec, programs_of
 from jaxllm.ledger.rows import Unknown, format_bytes
 from jaxllm.parallel import mesh as mesh_lib
 from jaxllm.plan import inference, training
@@ -24,7 +24,7 @@ ATTEMPTS = 8
 
 V = TypeVar("V", training.Verdict, inference.Verdict)
 # The programs of a run, or of sampling: by name, what the compiler tells.
-Compile = Callable[[Config, Sampling | None], Mapping[str, Inspection]]
+Compile = Callable[[Config, SamplingSpec | None], Mapping[str, Inspection]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def compiler(name: str, device: Device, count: int) -> Compile:
     if count > jax.device_count():
         raise UserError(f"this machine has {jax.device_count()} device(s), and the plan is for {count}")
 
-    def here(config: Config, sampling: Sampling | None) -> dict[str, Inspection]:
+    def here(config: Config, sampling: SamplingSpec | None) -> dict[str, Inspection]:
         model = architectures.resolve_config(config)
         over = absent.abstract_mesh(config) if sampling else mesh_lib.make_mesh(config.mesh)
         made = programs_of(config, model, device.platform, over, sampling)
@@ -80,7 +80,7 @@ def confirm_inference(
     def compile_one(verdict: inference.Verdict) -> Mapping[str, Inspection]:
         choice = verdict.choice
         chunk = min(generator.CHUNK, choice.context)
-        return compile_for(config, Sampling(choice.batch, choice.context, chunk, generator.STEPS, choice.cache))
+        return compile_for(config, SamplingSpec(choice.batch, choice.context, chunk, generator.STEPS, choice.cache))
 
     return _confirm(fitting, wanted, found.device, compile_one)
 

@@ -100,7 +100,7 @@ class Search:
 
 def plain(device: Device) -> str:
     """The format of weights and cache that programs compute with on a device."""
-    return bill.plain_format(device.platform)
+    return bill.compute_format(device.platform)
 
 
 def has_program(choice: Serving, device: Device) -> bool:

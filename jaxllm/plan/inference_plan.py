@@ -6,10 +6,10 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.plan import confirm, inference, overrides, render, told
 from jaxllm.plan.confirm import Confirmation
-from jaxllm.plan.request import Output, Request, compiler
+from jaxllm.plan.request import Output, PlanRequest, compiler
 
 
-def infer(request: Request, output: Output) -> dict[str, Any]:
+def infer(request: PlanRequest, output: Output) -> dict[str, Any]:
     """Plans inference on one device; the JSON of the plan."""
     if request.count != 1 and not request.file:
         raise UserError(f"--task infer is planned for one device, and --count is {request.count}")
@@ -47,7 +47,7 @@ def infer(request: Request, output: Output) -> dict[str, Any]:
     }
 
 
-def search(request: Request, batches: tuple[int, ...] = ()) -> inference.Search:
+def search(request: PlanRequest, batches: tuple[int, ...] = ()) -> inference.Search:
     """Judges every way to sample that is asked for.
 
     Args:
@@ -66,7 +66,7 @@ def search(request: Request, batches: tuple[int, ...] = ()) -> inference.Search:
     )
 
 
-def _remedies(found: inference.Search, request: Request, output: Output) -> dict[str, Any]:
+def _remedies(found: inference.Search, request: PlanRequest, output: Output) -> dict[str, Any]:
     assert found.closest is not None
     choice = found.closest[0]
     ledger = inference.ledger_of(request.name, request.model, request.device, choice)

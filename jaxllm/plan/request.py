@@ -19,7 +19,7 @@ LENGTH = 8192  # tokens of a sequence, where the model was made for as many
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What a person asks for.
 
     Attributes:
@@ -79,7 +79,7 @@ def precisions(wanted: str, platform: str) -> tuple[str, ...]:
     return (policy_for(wanted, platform).name,)
 
 
-def compiler(request: Request, count: int, output: Output) -> tuple[int, confirm.Compile | None]:
+def compiler(request: PlanRequest, count: int, output: Output) -> tuple[int, confirm.Compile | None]:
     """(how many to compile, with what); None where nothing is to be compiled."""
     if request.confirm == 0:
         return 0, None

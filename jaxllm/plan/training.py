@@ -8,8 +8,8 @@ from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula import roofline, training_memory
-from jaxllm.ledger.formula.exact import run as setting_lib
-from jaxllm.ledger.formula.exact.run import Setting
+from jaxllm.ledger.formula.exact import run as run_lib
+from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.exact.state import state_rows
 from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown
 from jaxllm.plan.space import Choice, Space
@@ -65,11 +65,11 @@ class Search:
     seconds: float
 
 
-def setting_of(space: Space, choice: Choice) -> Setting:
+def setting_of(space: Space, choice: Choice) -> TrainingRun:
     """Raises:
     UserError: an array cannot be split as the mesh wants it.
     """
-    return setting_lib.make(space.model, space.configured(choice), choice.precision, space.platform)
+    return run_lib.make(space.model, space.configured(choice), choice.precision, space.platform)
 
 
 def ledger_of(space: Space, choice: Choice) -> Ledger:

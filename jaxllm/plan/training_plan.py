@@ -7,11 +7,11 @@ from jaxllm.errors import UserError
 from jaxllm.ledger import bill
 from jaxllm.plan import confirm, overrides, remedies, render, told, training
 from jaxllm.plan.confirm import Confirmation
-from jaxllm.plan.request import Output, Request, compiler
+from jaxllm.plan.request import Output, PlanRequest, compiler
 from jaxllm.plan.space import Space
 
 
-def train(request: Request, output: Output) -> dict[str, Any]:
+def train(request: PlanRequest, output: Output) -> dict[str, Any]:
     """Plans training; the JSON of the plan."""
     found = search(request)
     render.show_counts(found, request.margin, output.console)
@@ -46,7 +46,7 @@ def train(request: Request, output: Output) -> dict[str, Any]:
     }
 
 
-def search(request: Request) -> training.Search:
+def search(request: PlanRequest) -> training.Search:
     """Judges every training run that is asked for.
 
     Raises:
@@ -70,7 +70,7 @@ def search(request: Request) -> training.Search:
     return found
 
 
-def _remedies(found: training.Search, request: Request, output: Output) -> dict[str, Any] | None:
+def _remedies(found: training.Search, request: PlanRequest, output: Output) -> dict[str, Any] | None:
     if found.closest is None:
         raise UserError(f"no array of {request.name} can be split over any mesh of {request.count} devices")
     choice = found.closest[0]

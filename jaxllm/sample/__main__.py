@@ -22,7 +22,7 @@ from jaxllm.checkpoints import checkpoint, open_any
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import CHUNK, Generator
-from jaxllm.engine.request import Request, Result, Times, check
+from jaxllm.engine.request import Result, SampleRequest, Times, check
 from jaxllm.errors import UserError
 from jaxllm.interop import peft
 from jaxllm.interop.pretrained import Pretrained
@@ -65,8 +65,8 @@ def main() -> None:
         raise UserError('no --prompt given; for instance --prompt "def main(", or --chat')
     tokens = _MAX_NEW_TOKENS.value
     if tokens is None:
-        tokens = chat.MAX_NEW_TOKENS if _CHAT.value else Request.max_new_tokens
-    request = Request(
+        tokens = chat.MAX_NEW_TOKENS if _CHAT.value else SampleRequest.max_new_tokens
+    request = SampleRequest(
         max_new_tokens=tokens,
         sampling=SamplingOptions(
             temperature=_TEMPERATURE.value,
@@ -101,7 +101,7 @@ def main() -> None:
         return
     tokenizer = _tokenizer(opened)
     sampled = _billed(opened, tokenizer, request)
-    with out_of_memory.explained(lambda error: sampled.explain_shortage("while sampling", error)):
+    with out_of_memory.explained(lambda error: sampled.oom_message("while sampling", error)):
         _sample(opened, tokenizer, request, sampled, dtype)
 
 
@@ -114,7 +114,7 @@ def _tokenizer(opened: Pretrained) -> Tokenizer:
     return tokenizer
 
 
-def _billed(opened: Pretrained, tokenizer: Tokenizer, request: Request) -> SamplingBill:
+def _billed(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest) -> SamplingBill:
     """The bill, shown; before the weights are read.
 
     Raises:
@@ -136,7 +136,9 @@ def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
     return SamplingBill(name, opened.model, batch, context, CHUNK, cache=cache)
 
 
-def _sample(opened: Pretrained, tokenizer: Tokenizer, request: Request, sampled: SamplingBill, dtype: Any) -> None:
+def _sample(
+    opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, sampled: SamplingBill, dtype: Any
+) -> None:
     cache = cache_dtype(_CACHE_DTYPE.value, dtype)
     how: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value}
     generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, **how)

@@ -14,7 +14,7 @@ import jax
 
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import Generator
-from jaxllm.engine.request import Request, Result, Times
+from jaxllm.engine.request import Result, SampleRequest, Times
 from jaxllm.errors import UserError
 from jaxllm.interop import chat
 from jaxllm.interop.chat import ChatTokenizer, Message
@@ -33,7 +33,7 @@ class Conversation:
       messages: {"role", "content"} of each turn.
     """
 
-    def __init__(self, generator: Generator, opened: Pretrained, request: Request):
+    def __init__(self, generator: Generator, opened: Pretrained, request: SampleRequest):
         self._generator, self._opened, self._request = generator, opened, request
         self.messages: list[Message] = []
 
@@ -52,7 +52,7 @@ class Conversation:
 
 def run(
     opened: Pretrained,
-    request: Request,
+    request: SampleRequest,
     prompts: Sequence[str],
     bill: Callable[[int], SamplingBill],
     dtype: jax.typing.DTypeLike,
@@ -85,7 +85,7 @@ def run(
 
     first = engine.encode(_rendered(opened, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
-    with out_of_memory.explained(lambda error: billed[-1].explain_shortage("in the conversation", error)):
+    with out_of_memory.explained(lambda error: billed[-1].oom_message("in the conversation", error)):
         generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit)
         said = _talk(Conversation(generator, opened, request), prompts, as_json)
     if said:

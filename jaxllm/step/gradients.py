@@ -25,55 +25,55 @@ from jaxtyping import Array, Float
 from jaxllm.model import adapters
 from jaxllm.model.loss import Head, cross_entropy
 from jaxllm.model.transformer import forward, unembedding
-from jaxllm.parallel.collectives import Partition, Scattered, gather, scatter
+from jaxllm.parallel.collectives import Collectives, Scattered, gather, scatter
 from jaxllm.parallel.mesh import BATCH_AXES, Placement, sharded
 from jaxllm.step.placement import Layout
-from jaxllm.step.spec import Recipe
+from jaxllm.step.spec import StepSpec
 
 Batch = dict[str, Array]  # tokens, targets, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]
-Sums = dict[str, Array]  # "nll": Σ weight·nats; "tokens": Σ weight; "balance": load balancing × tokens
+Sums = dict[str, Array]  # "nll": Σ weight·nats; "tokens": Σ weight; "aux_loss": load balancing × tokens
 
 
 def loss_sums(
-    params: Any, batch: Batch, recipe: Recipe, partition: Partition, factor: Float[Array, ""] | float = 1.0
+    params: Any, batch: Batch, step_spec: StepSpec, collectives: Collectives, factor: Float[Array, ""] | float = 1.0
 ) -> tuple[Float[Array, ""], Sums]:
     """Sums over tokens, not means, so that every token of a step weighs the same wherever it lies.
 
     Args:
-      params: as they compute, in the compute dtype; see `Partition.weights`.
+      params: as they compute, in the compute dtype; see `Collectives.weights`.
       batch: this device's rows.
       factor: of the loss that is differentiated.
     Returns:
       (what is differentiated: this device's part of it, this device's sums).
     """
-    model = recipe.model
-    hidden, _, balance = forward(
+    model = step_spec.model
+    hidden, _, aux_loss = forward(
         params,
         batch["tokens"],
         batch["positions"],
         model,
         segments=batch["segment_ids"],
-        remat=recipe.remat,
-        attention=recipe.attention,
-        attention_chunk=recipe.attention_chunk,
-        partition=partition,
+        remat=step_spec.remat,
+        attention=step_spec.attention,
+        attention_chunk=step_spec.attention_chunk,
+        collectives=collectives,
     )
-    head = Head(model.vocab_size, model.logit_softcap, recipe.loss_chunk, partition.tensor)
+    head = Head(model.vocab_size, model.logit_softcap, step_spec.loss_chunk, collectives.tensor)
     nll = cross_entropy(
-        partition.enter(hidden).reshape(-1, model.width),
-        unembedding(params, partition),
+        collectives.all_gather_tokens(hidden).reshape(-1, model.width),
+        unembedding(params, collectives),
         batch["targets"].reshape(-1),
         (batch["weights"] * factor).reshape(-1),
         head,
     )
     tokens = batch["weights"].sum()
-    balance = balance * partition.batch_sum(tokens)
-    sums = {"nll": nll / factor, "tokens": tokens, "balance": balance}
-    return nll + balance * factor, sums
+    aux_loss = aux_loss * collectives.all_reduce_batch(tokens)
+    sums = {"nll": nll / factor, "tokens": tokens, "aux_loss": aux_loss}
+    return nll + aux_loss * factor, sums
 
 
 def accumulate(
-    params: Any, batch: Batch, recipe: Recipe, layout: Layout, factor: Float[Array, ""] | float, frozen: Any = None
+    params: Any, batch: Batch, step_spec: StepSpec, layout: Layout, factor: Float[Array, ""] | float, frozen: Any = None
 ) -> tuple[Sums, Any]:
     """Sums of the losses, and of the gradients times `factor`, over all tokens of a step.
 
@@ -85,28 +85,28 @@ def accumulate(
     """
 
     def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
-        variables, computing = variables_of(params, frozen, recipe, layout)
-        partition = partition_of(layout)
+        variables, computing = variables_of(params, frozen, step_spec, layout)
+        collectives = partition_of(layout)
 
         def loss(variables: Any, micro_batch: Batch) -> tuple[Array, Sums]:
-            return loss_sums(computing(variables), micro_batch, recipe, partition, factor)
+            return loss_sums(computing(variables), micro_batch, step_spec, collectives, factor)
 
         differentiate = jax.grad(loss, has_aux=True)
-        if recipe.accumulate == 1:
+        if step_spec.accumulate == 1:
             gradients, sums = differentiate(variables, batch)
         else:
-            sums, gradients = _over_micro_batches(differentiate, variables, batch, recipe.accumulate)
+            sums, gradients = _over_micro_batches(differentiate, variables, batch, step_spec.accumulate)
         return _summed(sums, layout), _reduced(gradients, layout)
 
     return _mapped(local, layout, layout.moments)(params, frozen, batch, jnp.asarray(factor, jnp.float32))
 
 
-def evaluate(params: Any, frozen: Any, batch: Batch, recipe: Recipe, layout: Layout) -> Sums:
+def evaluate(params: Any, frozen: Any, batch: Batch, step_spec: StepSpec, layout: Layout) -> Sums:
     """{"nll", "tokens"} over all tokens of a batch."""
 
     def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, tuple[()]]:
-        variables, computing = variables_of(params, frozen, recipe, layout)
-        _, sums = loss_sums(computing(variables), batch, recipe, partition_of(layout))
+        variables, computing = variables_of(params, frozen, step_spec, layout)
+        _, sums = loss_sums(computing(variables), batch, step_spec, partition_of(layout))
         return _summed({"nll": sums["nll"], "tokens": sums["tokens"]}, layout), ()
 
     return _mapped(local, layout, ())(params, frozen, batch, jnp.ones((), jnp.float32))[0]
@@ -118,7 +118,7 @@ def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[...
         return local
 
     def specs(placements: Any) -> Any:
-        return jax.tree.map(lambda p: p.partition, placements)
+        return jax.tree.map(lambda p: p.collectives, placements)
 
     rows = PartitionSpec(BATCH_AXES, None)
     return jax.shard_map(
@@ -130,35 +130,35 @@ def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[...
     )
 
 
-def partition_of(layout: Layout) -> Partition:
+def partition_of(layout: Layout) -> Collectives:
     sizes = layout.sizes
     placements = None
     if sharded("gradients", layout.stage, mixed=False) and sizes["data"] > 1:
         placements = layout.shares if layout.frozen is None else adapters.joined(layout.frozen, layout.shares)
-    return Partition(sizes["tensor"], sizes["replica"] * sizes["data"], placements)
+    return Collectives(sizes["tensor"], sizes["replica"] * sizes["data"], placements)
 
 
-def variables_of(params: Any, frozen: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
+def variables_of(params: Any, frozen: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
     """(what is differentiated, function from it to the parameters that the model's functions take)."""
-    variables, computing = _trained(params, recipe, layout)
+    variables, computing = _trained(params, step_spec, layout)
     if frozen is None:
         return variables, computing
-    frozen = recipe.policy.cast(frozen)  # as they are, in a run; a test may give others
+    frozen = step_spec.policy.cast(frozen)  # as they are, in a run; a test may give others
 
     def beside(variables: Any) -> Any:
-        return adapters.joined(frozen, adapters.scaled(computing(variables), recipe.adapter_scale))
+        return adapters.joined(frozen, adapters.scaled(computing(variables), step_spec.adapter_scale))
 
     return variables, beside
 
 
-def _trained(params: Any, recipe: Recipe, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
+def _trained(params: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
     """The same of what is trained alone."""
-    compute = recipe.policy.cast(params)
+    compute = step_spec.policy.cast(params)
     if layout.stage == 0 or layout.sizes["data"] == 1:
         return compute, lambda whole: whole
     if layout.stage == 3:
         return compute, lambda shares: shares
-    if recipe.policy.mixed:
+    if step_spec.policy.mixed:
         whole = _layer_by_layer(gather, layout.weights, compute)
     else:
         whole = jax.tree.map(_without_padding, layout.shares, compute)
@@ -244,7 +244,7 @@ def _over_micro_batches(
     micro_batches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
     zero = jnp.zeros((), jnp.float32)
     start = (
-        {"nll": zero, "tokens": zero, "balance": zero},
+        {"nll": zero, "tokens": zero, "aux_loss": zero},
         jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), variables),
     )
     return jax.lax.scan(micro_step, start, micro_batches)[0]
@@ -255,7 +255,7 @@ def _summed(sums: Sums, layout: Layout) -> Sums:
     sizes = layout.sizes
 
     def total(name: str, x: Array) -> Array:
-        over = tuple(axis for axis in (*BATCH_AXES, *(["tensor"] if name == "balance" else [])) if sizes[axis] > 1)
+        over = tuple(axis for axis in (*BATCH_AXES, *(["tensor"] if name == "aux_loss" else [])) if sizes[axis] > 1)
         return jax.lax.psum(x, over) if over else x
 
     return {name: total(name, x) for name, x in sums.items()}

@@ -12,7 +12,7 @@ from jaxllm.step.precision import Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class StepSpec:
     """Attributes:
     model: its architecture.
     optimizer, schedule: direction of an update, and its learning rate.

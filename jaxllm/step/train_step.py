@@ -13,11 +13,13 @@ from jaxllm.step.gradients import Batch, accumulate
 from jaxllm.step.optimizers import clip_by_global_norm
 from jaxllm.step.placement import Layout
 from jaxllm.step.precision import adjust, loss_factor
-from jaxllm.step.spec import Recipe
+from jaxllm.step.spec import StepSpec
 from jaxllm.step.state import TrainState
 
 
-def train_step(state: TrainState, batch: Batch, recipe: Recipe, layout: Layout) -> tuple[TrainState, dict[str, Array]]:
+def train_step(
+    state: TrainState, batch: Batch, step_spec: StepSpec, layout: Layout
+) -> tuple[TrainState, dict[str, Array]]:
     """One update. Returns the new state and float32 scalars: loss (nats a token), grad_norm, lr, tokens, balance.
 
     With a loss scale also loss_scale, and skipped: 1 where gradients overflowed, which leaves parameters, moments and
@@ -25,21 +27,21 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe, layout: Layout) 
     """
     scale = state.loss_scale
     factor = loss_factor(scale, batch["tokens"].size)
-    total, gradients = accumulate(layout.params_on_device(state), batch, recipe, layout, factor, state.frozen)
+    total, gradients = accumulate(layout.params_on_device(state), batch, step_spec, layout, factor, state.frozen)
     # Mean over the step's tokens; a step without tokens changes nothing.
     tokens = jnp.maximum(total["tokens"], 1.0)
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (tokens * factor), gradients)
-    gradients, grad_norm = clip_by_global_norm(gradients, recipe.clip_norm)
+    gradients, grad_norm = clip_by_global_norm(gradients, step_spec.clip_norm)
 
-    lr = recipe.schedule(state.step)
+    lr = step_spec.schedule(state.step)
     metrics = {"loss": total["nll"] / tokens, "grad_norm": grad_norm, "lr": lr, "tokens": total["tokens"]}
-    if recipe.model.experts:
-        metrics["balance"] = total["balance"] / tokens
+    if step_spec.model.experts:
+        metrics["aux_loss"] = total["aux_loss"] / tokens
     finite, step = None, state.step + 1
     if scale is not None:
         finite = jnp.isfinite(grad_norm)
         step = jnp.where(finite, step, state.step)
         metrics |= {"skipped": 1.0 - finite.astype(jnp.float32), "loss_scale": scale.scale}
-        scale = adjust(scale, finite, recipe.scale_growth)
-    params, opt_state = update.apply(state, gradients, lr, finite, recipe, layout)
+        scale = adjust(scale, finite, step_spec.scale_growth)
+    params, opt_state = update.apply(state, gradients, lr, finite, step_spec, layout)
     return TrainState(step, params, opt_state, state.key, scale, state.frozen), metrics

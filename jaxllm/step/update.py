@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxllm.step.optimizers import map_state
 from jaxllm.step.placement import Layout
-from jaxllm.step.spec import Recipe
+from jaxllm.step.spec import StepSpec
 from jaxllm.step.state import TrainState
 
 
@@ -21,7 +21,7 @@ def apply(
     gradients: Any,
     lr: Float[Array, ""],
     finite: Bool[Array, ""] | None,
-    recipe: Recipe,
+    step_spec: StepSpec,
     layout: Layout,
 ) -> tuple[Any, Any]:
     """(parameters, optimizer state) after params ← params − lr · direction.
@@ -32,14 +32,14 @@ def apply(
     """
     if not layout.host_moments:
         weights = layout.constrain(state.params, layout.moments)
-        return _updated(weights, state.opt_state, gradients, lr, finite, recipe)
-    return _streamed(state, gradients, lr, finite, recipe, layout)
+        return _updated(weights, state.opt_state, gradients, lr, finite, step_spec)
+    return _streamed(state, gradients, lr, finite, step_spec, layout)
 
 
 def _updated(
-    weights: Any, opt_state: Any, gradients: Any, lr: Array, finite: Array | None, recipe: Recipe
+    weights: Any, opt_state: Any, gradients: Any, lr: Array, finite: Array | None, step_spec: StepSpec
 ) -> tuple[Any, Any]:
-    direction, moved = recipe.optimizer.update(gradients, opt_state, weights)
+    direction, moved = step_spec.optimizer.update(gradients, opt_state, weights)
     params = jax.tree.map(lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype), weights, direction)
     if finite is None:
         return params, moved
@@ -47,7 +47,7 @@ def _updated(
 
 
 def _streamed(
-    state: TrainState, gradients: Any, lr: Array, finite: Array | None, recipe: Recipe, layout: Layout
+    state: TrainState, gradients: Any, lr: Array, finite: Array | None, step_spec: StepSpec, layout: Layout
 ) -> tuple[Any, Any]:
     homes = layout.state_shardings(state)
     on_device = layout.state_shardings(state, on_device=True)
@@ -64,7 +64,7 @@ def _streamed(
         params = jax.device_put(params, _only(on_device.params, name))
         moments = jax.device_put(moments, _only_moments(on_device.opt_state, name, layout))
         weights = layout.constrain(params, _only(layout.moments, name))
-        new, moved = _updated(weights, moments, _only(gradients, name), lr, finite, recipe)
+        new, moved = _updated(weights, moments, _only(gradients, name), lr, finite, step_spec)
         new = jax.device_put(new, _only(homes.params, name))
         moved = jax.device_put(moved, _only_moments(homes.opt_state, name, layout))
         (done_params[name],) = jax.tree.leaves(new)

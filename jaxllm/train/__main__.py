@@ -21,7 +21,7 @@ from jaxllm import commandline
 from jaxllm.errors import RunError, UserError
 from jaxllm.job import distributed
 from jaxllm.job.distributed import Job
-from jaxllm.job.watchdog import Watch
+from jaxllm.job.watchdog import Watchdog
 from jaxllm.train.trainer import Trainer
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; by default runs/<name of the config file>.")
@@ -37,7 +37,7 @@ def main() -> int:
     job = distributed.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, _DISTRIBUTED.value)
     # One process speaks; of the others, errors alone are heard.
     console = Console(soft_wrap=False) if job.leads else Console(file=io.StringIO(), width=100)
-    watch = Watch(job)
+    watch = Watchdog(job)
     try:
         status = Trainer(config, workdir, console, job, watch).run()
     except BaseException as error:
@@ -49,7 +49,7 @@ def main() -> int:
     return status
 
 
-def _end(job: Job, watch: Watch, error: BaseException) -> None:
+def _end(job: Job, watch: Watchdog, error: BaseException) -> None:
     """Ends this process and the job. At once, past Python's own end: threads may wait for those who are gone."""
     line = " ".join(str(error).split())[:500] or type(error).__name__
     watch.failed(error, line if isinstance(error, (UserError, RunError)) else f"{type(error).__name__}: {line}")

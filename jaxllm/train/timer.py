@@ -3,7 +3,7 @@
 import time
 
 
-class Clock:
+class PhaseTimer:
     """Laps of one stopwatch that never stops.
 
     Work that JAX has been handed is not done when its call returns, so a lap ends where the host waits for a

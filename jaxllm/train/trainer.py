@@ -23,7 +23,7 @@ from jaxllm.data.streams import Batch
 from jaxllm.errors import RunError
 from jaxllm.job.distributed import Job
 from jaxllm.job.stop_signals import Stop
-from jaxllm.job.watchdog import Watch
+from jaxllm.job.watchdog import Watchdog
 from jaxllm.ledger.advice import out_of_memory
 from jaxllm.ledger.runtime.training import TrainingBill
 from jaxllm.parallel import mesh
@@ -31,7 +31,7 @@ from jaxllm.train import batch_rows
 from jaxllm.train.evaluation import Evaluation, evaluate
 from jaxllm.train.metrics import MetricsWriter
 from jaxllm.train.progress import Display
-from jaxllm.train.timer import Clock
+from jaxllm.train.timer import PhaseTimer
 
 
 class Trainer:
@@ -53,17 +53,17 @@ class Trainer:
         workdir: pathlib.Path,
         console: Console,
         job: Job | None = None,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
     ):
-        self.clock = Clock()
+        self.clock = PhaseTimer()
         self._job = job or Job()
-        self._watch = watch or Watch(self._job)
+        self._watch = watch or Watchdog(self._job)
         self._start = start_lib.prepare(config, workdir)
         config = self._start.config
         self._config, self._workdir, self._console = config, workdir, console
         self._model = architectures.resolve_config(config)
         self._mesh = mesh.make_mesh(config.mesh)
-        self._recipe = programs.make_recipe(config, self._model, jax.default_backend())
+        self._recipe = programs.make_step_spec(config, self._model, jax.default_backend())
         self._bill = TrainingBill(config, self._model, console)
         vocab_size, text = self._model.vocab_size, self._start.text
         split = sources.split(config.data, vocab_size, text)
@@ -95,13 +95,13 @@ class Trainer:
                 stack.enter_context(workdir_lib.only_run_in(self._workdir))
             checkpoints = stack.enter_context(Checkpointer(self._workdir, self._config, self._say, self._job))
             self._watch.last_good = lambda: checkpoints.last_good
-            with out_of_memory.explained(lambda error: self._explain_shortage(error, checkpoints)):
+            with out_of_memory.explained(lambda error: self._explain_oom(error, checkpoints)):
                 return self._run(checkpoints)
 
-    def _explain_shortage(self, error: BaseException, checkpoints: Checkpointer) -> str:
+    def _explain_oom(self, error: BaseException, checkpoints: Checkpointer) -> str:
         if self._job.is_alone:  # the newest may still be on its way, and was good
             checkpoints.wait()
-        return self._bill.explain_shortage(self._doing, error, checkpoints.last_good)
+        return self._bill.oom_message(self._doing, error, checkpoints.last_good)
 
     def _run(self, checkpoints: Checkpointer) -> int:
         config = self._config

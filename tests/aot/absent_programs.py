@@ -21,7 +21,7 @@ from jaxllm.config import Config, overrides
 from jaxllm.hardware import detect
 from jaxllm.ledger.compiled import absent, attached, collectives, hlo, matmuls, tpu_report
 from jaxllm.ledger.compiled.collectives import Collective
-from jaxllm.ledger.compiled.matmuls import Products
+from jaxllm.ledger.compiled.matmuls import Matmuls
 from jaxllm.ledger.compiled.task_programs import programs_of
 from jaxllm.ledger.rows import Unknown
 from jaxllm.parallel import mesh
@@ -50,7 +50,7 @@ class Found:
         return collectives.collectives(self.module)
 
     @functools.cached_property
-    def products(self) -> Products:
+    def products(self) -> Matmuls:
         return matmuls.products(self.module)
 
     def volume(self, *ops: str) -> int:

@@ -18,7 +18,7 @@ from jaxllm.ledger.compiled import absent, attached
 from jaxllm.ledger.compiled.task_programs import programs_of
 from jaxllm.ledger.formula import flops
 from jaxllm.ledger.formula.exact import block_graph
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import Unknown
 from jaxllm.model import specs
@@ -75,7 +75,7 @@ def test_flops_are_the_formula_s(device):
     assert found.products.flops == pytest.approx(flops.train_step(model, plain, "bf16").flops, rel=0.02)
     assert not found.products.unknown_loops
     found = absent_programs.train_step(QUICKSTART, device)
-    settled = setting.make(model, QUICKSTART, "bf16", detect.named(device).platform)
+    settled = run_lib.make(model, QUICKSTART, "bf16", detect.named(device).platform)
     in_kernels = model.layers * 9 * block_graph.block(settled).values["attn_kernel"].flops // 2
     assert found.products.flops == pytest.approx(flops.step(settled).flops - in_kernels, rel=0.02)
     assert list(found.products.uncounted.values()) == [3 * model.layers]

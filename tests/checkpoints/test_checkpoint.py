@@ -17,9 +17,9 @@ from jaxllm.parallel import mesh
 def run():
     config = runs.tiny_config("unused", optimizer_name="adamw")
     devices = mesh.make_mesh(config.mesh)
-    recipe = programs.make_recipe(config, architectures.resolve(config.model), "cpu")
-    state = programs.init_state(config, recipe, devices).jitted()
-    return config, state, programs.abstract_state(config, recipe, devices)
+    step_spec = programs.make_step_spec(config, architectures.resolve(config.model), "cpu")
+    state = programs.init_state(config, step_spec, devices).jitted()
+    return config, state, programs.abstract_state(config, step_spec, devices)
 
 
 def saved(tmp_path, run, steps=(1, 2)):

@@ -39,8 +39,8 @@ def make_config(corpus, fields, **others):
 
 
 def abstract(config):
-    recipe = programs.make_recipe(config, architectures.resolve(config.model), "cpu")
-    return programs.abstract_state(config, recipe, mesh.make_mesh(config.mesh))
+    step_spec = programs.make_step_spec(config, architectures.resolve(config.model), "cpu")
+    return programs.abstract_state(config, step_spec, mesh.make_mesh(config.mesh))
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +165,8 @@ def test_opens_in_every_precision(base, corpus, tmp_path, fields):
 
 def test_the_loss_scale_survives(corpus, tmp_path):
     config = make_config(corpus, MESHES[0], precision_policy="fp16")
-    recipe = programs.make_recipe(config, architectures.resolve(config.model), "cpu")
-    state = programs.init_state(config, recipe, mesh.make_mesh(config.mesh)).jitted()
+    step_spec = programs.make_step_spec(config, architectures.resolve(config.model), "cpu")
+    state = programs.init_state(config, step_spec, mesh.make_mesh(config.mesh)).jitted()
     moved = dataclasses.replace(state.loss_scale, scale=jnp.float32(512.0), good_steps=jnp.int32(17))
     save(tmp_path, config, state.replace(loss_scale=moved))
     found = restore(tmp_path, config).state.loss_scale

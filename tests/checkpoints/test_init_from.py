@@ -91,11 +91,11 @@ def test_the_first_step_is_that_of_the_same_weights(source, tmp_path):
     model = architectures.resolve_config(made)
     assert model == dataclasses.replace(MODEL, init_std=model.init_std)
     over = mesh.make_mesh(made.mesh)
-    recipe = programs.make_recipe(made, model, "cpu")
-    state = programs.state_from(made, recipe, over, opening.open_model(str(source)).load)
+    step_spec = programs.make_step_spec(made, model, "cpu")
+    state = programs.state_from(made, step_spec, over, opening.open_model(str(source)).load)
     params = specs.initialize(specs.param_specs(MODEL), jax.random.key(5), jnp.float32)
     assert same(params, state.params)
-    fresh = programs.init_state(made, recipe, over).jitted()
+    fresh = programs.init_state(made, step_spec, over).jitted()
     assert not same(params, fresh.params)
     assert jax.tree.structure(fresh) == jax.tree.structure(state)
     wanted = dataclasses.replace(fresh, params=params)
@@ -105,7 +105,7 @@ def test_the_first_step_is_that_of_the_same_weights(source, tmp_path):
     batch |= {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((4, 64), np.float32)}
     batch["positions"] += np.arange(64, dtype=np.int32)[None]
     batch["segment_ids"] += 1
-    step = programs.train_step(made, recipe, over).compile()
+    step = programs.train_step(made, step_spec, over).compile()
     batch = jax.device_put(batch, mesh.batch_sharding(over))
     here = jax.tree.map(lambda x: x.sharding, wanted)
     want, told = step(jax.device_put(wanted, here), batch)

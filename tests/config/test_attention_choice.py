@@ -104,11 +104,11 @@ def test_the_trainer_the_ledger_and_the_program_agree():
     """One function decides for all three; a bill of one implementation is never of a program with another."""
     config = run(precision_policy="bf16")
     for platform in ("cpu", "gpu", "tpu"):
-        recipe = programs.make_recipe(config, MODEL, platform)
-        assert training_memory.training(MODEL, config, "bf16", platform).attention == recipe.attention.line
+        step_spec = programs.make_step_spec(config, MODEL, platform)
+        assert training_memory.training(MODEL, config, "bf16", platform).attention == step_spec.attention.line
     config.attention.implementation = "pallas"
     for make in (
-        lambda: programs.make_recipe(config, MODEL, "cpu"),
+        lambda: programs.make_step_spec(config, MODEL, "cpu"),
         lambda: training_memory.training(MODEL, config, "bf16"),
     ):
         with pytest.raises(UserError, match="a cpu has no kernels"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.decode import sampling
-from jaxllm.decode.sampling import SamplingOptions, check, make_params, next_tokens, penalize, survivors
+from jaxllm.decode.sampling import SamplingOptions, check, make_params, next_tokens, num_kept, penalize
 from jaxllm.errors import UserError
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
@@ -32,23 +32,23 @@ def draws(options, count=400, logits=LOGITS, seen=None):
 
 @pytest.mark.parametrize(("top_p", "count"), [(0.0, 1), (0.79, 2), (0.81, 3), (1.0, 4)])
 def test_survivors_of_top_p(top_p, count):
-    assert survivors(LOGITS, params_of(SamplingOptions(top_p=top_p))).tolist() == [count]
+    assert num_kept(LOGITS, params_of(SamplingOptions(top_p=top_p))).tolist() == [count]
     assert set(draws(SamplingOptions(top_p=top_p))) == set(range(count))
 
 
 @pytest.mark.parametrize(("top_k", "count"), [(0, 4), (1, 1), (2, 2), (4, 4), (10, 4), (2**40, 4)])
 def test_survivors_of_top_k(top_k, count):
-    assert survivors(LOGITS, params_of(SamplingOptions(top_k=top_k))).tolist() == [count]
+    assert num_kept(LOGITS, params_of(SamplingOptions(top_k=top_k))).tolist() == [count]
 
 
 @pytest.mark.parametrize(("min_p", "count"), [(0.0, 4), (0.09, 4), (0.11, 3), (0.31, 2), (0.61, 1), (1.0, 1)])
 def test_min_p_is_relative_to_the_likeliest(min_p, count):
-    assert survivors(LOGITS, params_of(SamplingOptions(min_p=min_p))).tolist() == [count]
+    assert num_kept(LOGITS, params_of(SamplingOptions(min_p=min_p))).tolist() == [count]
 
 
 def test_top_p_sees_what_top_k_left():
     # Of three, the probabilities are .526, .316, .158: two reach .8, where of all four it takes three to pass .81.
-    assert survivors(LOGITS, params_of(SamplingOptions(top_k=3, top_p=0.81))).tolist() == [2]
+    assert num_kept(LOGITS, params_of(SamplingOptions(top_k=3, top_p=0.81))).tolist() == [2]
 
 
 def test_a_tie_at_the_border_keeps_exactly_k():

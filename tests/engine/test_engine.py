@@ -12,7 +12,7 @@ import pytest
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine import generator as engine_lib
 from jaxllm.engine.generator import Generator
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import SampleRequest
 from jaxllm.engine.stop_strings import StopStream
 from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import ByteTokenizer
@@ -21,8 +21,8 @@ from jaxllm.model import specs
 # More ids than the tokenizer has, as a vocabulary padded for speed.
 MODEL = dataclasses.replace(models.ROTARY, vocab_size=260)
 PROMPTS = ["The cat", "def f(x):\n    return"]
-GREEDY = Request(max_new_tokens=24, sampling=SamplingOptions(temperature=0.0))
-WARM = Request(max_new_tokens=24, sampling=SamplingOptions(temperature=1.0, seed=3))
+GREEDY = SampleRequest(max_new_tokens=24, sampling=SamplingOptions(temperature=0.0))
+WARM = SampleRequest(max_new_tokens=24, sampling=SamplingOptions(temperature=1.0, seed=3))
 
 
 @functools.cache

@@ -122,7 +122,7 @@ def test_figures_are_those_of_an_accelerator(name):
     assert 15 * GB < device.interconnect <= device.bandwidth
     assert device.host_link is None or 15 * GB < device.host_link <= 450 * GB
     assert device.network is None or 3 * GB < device.network <= 50 * GB
-    assert device.island in (8, 72, 256, 4096, 8192)
+    assert device.link_domain in (8, 72, 256, 4096, 8192)
     assert re.search(r"20\d\d", device.source)
 
 

@@ -90,10 +90,10 @@ def main(model: str, dtype: str, way: str, fault: str = "") -> None:
             config.train.batch_size = 8
         made = open_any.prepare(config, pathlib.Path(tempfile.gettempdir()) / "no such run").config
         over = mesh.make_mesh(made.mesh)
-        recipe = programs.make_recipe(made, architectures.resolve_config(made), "cpu")
+        step_spec = programs.make_step_spec(made, architectures.resolve_config(made), "cpu")
 
         def work():
-            return programs.state_from(made, recipe, over, opened.load)
+            return programs.state_from(made, step_spec, over, opened.load)
 
     if way == "lora":
         # Once before, for what the compiler takes: it keeps it.

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine.generator import Generator
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import SampleRequest
 from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.interop.tokenizer import ByteTokenizer
@@ -17,7 +17,7 @@ from jaxllm.ledger.runtime.sampling import SamplingBill
 from jaxllm.model import specs
 
 MODEL = dataclasses.replace(models.ROTARY, vocab_size=260, context_length=262_144)
-GREEDY = Request(max_new_tokens=4, sampling=SamplingOptions(temperature=0.0))
+GREEDY = SampleRequest(max_new_tokens=4, sampling=SamplingOptions(temperature=0.0))
 
 
 def billed(batch: int, context: int, memory: int) -> SamplingBill:

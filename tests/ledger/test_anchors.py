@@ -14,7 +14,7 @@ from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
 from jaxllm.ledger import rows, trace
 from jaxllm.ledger.formula import flops as compute
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT
 from jaxllm.ledger.formula.fitted.train.parts import gradient_numbers
 from jaxllm.ledger.formula.training_memory import training
@@ -82,7 +82,7 @@ def states(model: Architecture, config: Config) -> int:
 
 def gradient_bytes(model: Architecture, config: Config, policy: str) -> int:
     """Of all gradients on one device, as they are taken."""
-    made = setting.make(model, config, policy, "gpu")
+    made = run_lib.make(model, config, policy, "gpu")
     return gradient_numbers(made, made.parameters) * made.compute
 
 

@@ -41,8 +41,8 @@ def volumes(found) -> dict[tuple[str, int], int]:
 
 
 def compiled(model: Architecture, config: Config) -> dict[tuple[str, int], int]:
-    recipe = programs.make_recipe(config, model, "cpu")
-    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    step_spec = programs.make_step_spec(config, model, "cpu")
+    program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     return volumes(collectives.collectives(hlo.parse(program.compile().as_text())))
 
 

@@ -9,7 +9,7 @@ from jaxllm.config import Config
 from jaxllm.hardware import detect
 from jaxllm.ledger import request
 from jaxllm.ledger.report import comparison, groups, sentences, terminal
-from jaxllm.ledger.request import Request
+from jaxllm.ledger.request import BillRequest
 from jaxllm.ledger.rows import BACKWARD, DECODE, PERSISTENT, Ledger, Row, Unknown, format_bytes
 
 COMPUTE = {"flops": 10**12, "bytes": 10**9, "roofline_seconds": 0.5, "bound": "compute"}
@@ -63,12 +63,12 @@ def test_what_each_task_holds_and_does():
     assert told["bottleneck"] == ("compute", "bandwidth")
 
 
-def real(name="llama3.2-1b", **mesh) -> Request:
+def real(name="llama3.2-1b", **mesh) -> BillRequest:
     config = Config()
     config.model.name, config.data.sequence_length = name, 1024
     for axis, size in mesh.items():
         setattr(config.mesh, axis, size)
-    return Request(config, detect.named("h100"), None, 4, 2048, 128)
+    return BillRequest(config, detect.named("h100"), None, 4, 2048, 128)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "gemma2-2b"])

@@ -73,8 +73,8 @@ POLICIES = ("none", "full", "sqrt", "dots", "names:attn_context", "names:attn_pr
 
 
 def compiled_flops(model, config) -> int:
-    recipe = programs.make_recipe(config, model, "cpu")
-    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    step_spec = programs.make_step_spec(config, model, "cpu")
+    program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     found = matmuls.products(hlo.parse(program.compile().as_text()))
     assert not found.uncounted
     assert not found.unknown_loops
@@ -106,8 +106,8 @@ def test_experts_multiply_their_own_tokens(experts, each):
     model = dataclasses.replace(PRODUCTS, experts=experts, experts_per_token=each, mlp_width=128, layers=4)
     config = run(2, 128, "full")
     config.precision.policy, config.optimizer.name = "fp32", "sgd"
-    recipe = programs.make_recipe(config, model, "cpu")
-    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    step_spec = programs.make_step_spec(config, model, "cpu")
+    program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     found = matmuls.products(hlo.parse(program.compile().as_text()))
     # XLA counts a few sums over tokens as products beside.
     assert compute.train_step(model, config, "fp32", "cpu").flops == pytest.approx(found.flops, rel=0.005)
@@ -211,8 +211,8 @@ def test_muon_s_products_are_counted(experts):
     config = run(2, 128, "full")
     config.precision.policy, config.optimizer.name = "fp32", "muon"
     work = compute.train_step(model, config, "fp32", "cpu")
-    recipe = programs.make_recipe(config, model, "cpu")
-    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    step_spec = programs.make_step_spec(config, model, "cpu")
+    program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     found = matmuls.products(hlo.parse(program.compile().as_text()))
     assert work.flops_of["optimizer"] > work.flops_of["forward"]
     assert work.flops == pytest.approx(found.flops, rel=0.001 if experts else 0)

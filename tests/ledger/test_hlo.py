@@ -327,7 +327,7 @@ def test_what_cannot_be_counted_is_named():
 # Programs of this machine's compiler, whose sums are known.
 
 DEVICES = Mesh(np.array(jax.devices()[:8]), ("x",))
-SHARDED, WHOLE = (NamedSharding(DEVICES, spec) for spec in (PartitionSpec("x"), PartitionSpec()))
+SHARDED, SINGLE_DEVICE = (NamedSharding(DEVICES, spec) for spec in (PartitionSpec("x"), PartitionSpec()))
 SIDE, ROWS, TRIPS = 32, 64, 6
 
 
@@ -337,7 +337,7 @@ def layers(weights, x):
 
 def data_parallel(mapped):
     """Gradients of TRIPS layers, over 8 shares of the rows."""
-    weights = jax.ShapeDtypeStruct((TRIPS, SIDE, SIDE), jnp.float32, sharding=WHOLE)
+    weights = jax.ShapeDtypeStruct((TRIPS, SIDE, SIDE), jnp.float32, sharding=SINGLE_DEVICE)
     x = jax.ShapeDtypeStruct((ROWS, SIDE), jnp.float32, sharding=SHARDED)
     step = jax.shard_map(
         mapped, mesh=DEVICES, in_specs=(PartitionSpec(), PartitionSpec("x")), out_specs=PartitionSpec(), check_vma=False

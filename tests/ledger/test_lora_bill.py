@@ -14,7 +14,7 @@ from jaxllm.ledger.compiled import attached, hlo, matmuls
 from jaxllm.ledger.formula import communication
 from jaxllm.ledger.formula import flops as compute
 from jaxllm.ledger.formula.exact import block_graph
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.parallel import mesh
@@ -96,7 +96,9 @@ def test_arguments_and_flops_are_the_program_s_and_the_peak_is_near(name):
     model, targets, fields, allowed = CELLS[name]
     made = run(lora_rank=8, lora_targets=targets, **fields)
     policy = made.precision.policy
-    program = programs.train_step(made, programs.make_recipe(made, model, "cpu"), mesh.make_mesh(made.mesh)).compile()
+    program = programs.train_step(
+        made, programs.make_step_spec(made, model, "cpu"), mesh.make_mesh(made.mesh)
+    ).compile()
     found, bill = attached.figures(program), training(model, made, policy)
     batch = next(row.bytes_per_device for row in bill.rows if row.name == "batch")
     assert found["arguments"] == bill.persistent_bytes + batch
@@ -111,11 +113,11 @@ def test_arguments_and_flops_are_the_program_s_and_the_peak_is_near(name):
 def test_only_adapters_are_exchanged():
     """Stage 3 gathers frozen weights twice, and scatters gradients of adapters alone."""
     made = run(lora_rank=8, mesh_data=4, mesh_zero=3, train_batch_size=16)
-    layout = setting.make(BASE, made, "fp32", "cpu").layout
+    layout = run_lib.make(BASE, made, "fp32", "cpu").layout
     sent = {transfer.name: transfer for transfer in communication.train_step(BASE, made, "fp32")}
     numbers = sum(p.spec.size for p in layout.trained)
     assert sent["gradients"].elements == numbers
     assert sent["weights: layers, in each pass"].elements == 2 * sum(p.spec.size for p in layout.select(("layers",)))
     assert {p.name for p in layout.trained} == {f"layers.0.attn.{target}.{half}" for target in "qv" for half in "ab"}
-    flops = compute.model_flops_per_token(BASE, 128, setting.lora_of(made))
+    flops = compute.model_flops_per_token(BASE, 128, run_lib.lora_of(made))
     assert flops < compute.train_step(BASE, made, "fp32", "cpu").flops * 4 / (16 * 128)

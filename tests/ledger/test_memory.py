@@ -12,7 +12,7 @@ from jaxllm.config import CHOICES, Architecture, Config
 from jaxllm.errors import UserError
 from jaxllm.ledger import trace
 from jaxllm.ledger.compiled import attached
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.rows import BOUNDARY, HOST, PERSISTENT, Ledger
@@ -147,7 +147,7 @@ def test_a_stage_that_does_not_split_is_caught(monkeypatch):
     config = run(mesh_data=4, mesh_zero=3)
     kept = dataclasses.replace(config.mesh, zero=0)
     whole = mesh.placements
-    monkeypatch.setattr(setting.mesh_lib, "placements", lambda specs, _, kind, mixed: whole(specs, kept, kind, mixed))
+    monkeypatch.setattr(run_lib.mesh_lib, "placements", lambda specs, _, kind, mixed: whole(specs, kept, kind, mixed))
     broken = training(BASE, config, "fp32")
     monkeypatch.undo()
     assert {fault.partition(":")[0] for fault in of_state(broken, BASE, config).faults(0.5)} >= {"weights", "optimizer"}
@@ -181,8 +181,8 @@ CELLS = {
 @pytest.mark.parametrize("cell", CELLS)
 def test_training_peak_is_near_xlas(cell):
     model, config = CELLS[cell]
-    recipe = programs.make_recipe(config, model, "cpu")
-    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    step_spec = programs.make_step_spec(config, model, "cpu")
+    program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     figures = attached.figures(program.compile())
     ledger = training(model, config, config.precision.policy)
     gap = reconcile(ledger, figures).lines[-1].gap("compiled")
@@ -228,7 +228,7 @@ def test_what_the_trainer_refuses_has_no_bill(model, fields):
 def test_the_state_is_the_programs_arguments_and_all_of_it_is_taken_over(name):
     """Places that no update reads too: Adafactor's moments of what is factored."""
     config = run(optimizer_name=name)
-    program = programs.train_step(config, programs.make_recipe(config, BASE, "cpu"), mesh.make_mesh(config.mesh))
+    program = programs.train_step(config, programs.make_step_spec(config, BASE, "cpu"), mesh.make_mesh(config.mesh))
     figures, ledger = attached.figures(program.compile()), training(BASE, config, "fp32")
     batch = next(row.bytes_per_device for row in ledger.rows if row.kind == "batch")
     assert figures["arguments"] == ledger.persistent_bytes + batch

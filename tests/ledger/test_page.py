@@ -16,16 +16,16 @@ from jaxllm.config import Config
 from jaxllm.hardware import detect
 from jaxllm.ledger.report import page
 from jaxllm.ledger.report.page import form, sources
-from jaxllm.ledger.request import Request
+from jaxllm.ledger.request import BillRequest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
 
-def request(device: str = "h100") -> Request:
+def request(device: str = "h100") -> BillRequest:
     config = Config()
     config.model.name, config.data.sequence_length = "llama3.2-1b", 1024
-    return Request(config, detect.named(device), None, 1, None, 128)
+    return BillRequest(config, detect.named(device), None, 1, None, 128)
 
 
 def settings(count: int) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.ledger import request
 from jaxllm.ledger.report import groups, picture
-from jaxllm.ledger.request import Request
+from jaxllm.ledger.request import BillRequest
 
 
 def bills(model="gemma2-27b", device="h100", **mesh):
@@ -18,7 +18,7 @@ def bills(model="gemma2-27b", device="h100", **mesh):
     config.train.batch_size = 8
     for axis, size in mesh.items():
         setattr(config.mesh, axis, size)
-    asked = Request(config, detect.named(device), None, 1, None, 128)
+    asked = BillRequest(config, detect.named(device), None, 1, None, 128)
     return [request.train(asked), request.infer(asked)]
 
 

@@ -102,7 +102,7 @@ class Busy:
 
 
 def test_what_others_hold_is_not_ours_to_take():
-    assert device.held_by_others(Busy()) == 40
+    assert device.used_by_others(Busy()) == 40
     assert device.available_bytes(Busy()) == 60
     assert isinstance(device.available_bytes(Statistics()), Unknown)
 
@@ -115,17 +115,17 @@ def test_a_host_s_memory_counts_our_own_arrays_as_ours(monkeypatch):
     assert device.available_bytes() - before == array.nbytes
     assert before >= 2**30
     monkeypatch.undo()
-    assert device.held_by_others() > 0
+    assert device.used_by_others() > 0
 
 
 def test_left_for_us():
     gpu = Device("a GPU", 100, None, {}, "a test", "gpu")
-    assert device.left_for_us(gpu, 15) == 85
-    assert device.left_for_us(gpu, 150) == 0
-    assert device.left_for_us(gpu, Unknown("nobody says")) == 100
+    assert device.available_to_task(gpu, 15) == 85
+    assert device.available_to_task(gpu, 150) == 0
+    assert device.available_to_task(gpu, Unknown("nobody says")) == 100
     host = Device("a host", 100, None, {}, "a test", "cpu")
-    assert device.left_for_us(host, 15, count=4) == 25, "what is free is told already, and is shared"
-    assert isinstance(device.left_for_us(Device("?", None, None, {}, "a test", "gpu"), 15), Unknown)
+    assert device.available_to_task(host, 15, count=4) == 25, "what is free is told already, and is shared"
+    assert isinstance(device.available_to_task(Device("?", None, None, {}, "a test", "gpu"), 15), Unknown)
 
 
 def shown(show, *arguments, width=100) -> str:

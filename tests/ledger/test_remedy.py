@@ -128,7 +128,7 @@ LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
     ],
 )
 def test_what_counts_as_a_shortage(error, is_one):
-    assert out_of_memory.is_shortage(error) == is_one
+    assert out_of_memory.is_oom(error) == is_one
     with pytest.raises(RunError if is_one else type(error)), out_of_memory.explained(lambda found: f"told of {found}"):
         raise error
 

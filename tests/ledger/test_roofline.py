@@ -13,21 +13,21 @@ from jaxllm.config import Config
 from jaxllm.hardware.detect import Device, named
 from jaxllm.ledger.formula import communication, flops, roofline
 from jaxllm.ledger.formula.communication import Transfer
-from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.rows import Unknown
 from jaxllm.model.specs import parameter_count
 
 H100 = named("h100")
 
 
-def setting(name="llama3-8b", batch=8, length=8192, policy="bf16", **fields):
+def training_run(name="llama3-8b", batch=8, length=8192, policy="bf16", **fields):
     """A run's; `fields` are `section_field=value`."""
     config = Config()
     config.train.batch_size, config.data.sequence_length = batch, length
     for field, value in fields.items():
         section, attribute = field.split("_", 1)
         setattr(getattr(config, section), attribute, value)
-    return setting_lib.make(ARCHITECTURES[name], config, policy, "gpu")
+    return run_lib.make(ARCHITECTURES[name], config, policy, "gpu")
 
 
 def test_decode_is_bound_by_bandwidth():
@@ -48,7 +48,7 @@ def test_a_large_batch_is_bound_by_compute():
 
 
 def test_training_on_one_device_is_bound_by_compute():
-    run = setting(length=2048, remat_policy="full")
+    run = training_run(length=2048, remat_policy="full")
     least, work = roofline.train_step(run, H100), flops.step(run)
     assert least.bound == "compute"
     assert set(least.seconds_of) == {"compute", "bandwidth"}
@@ -60,7 +60,7 @@ def test_whole_scores_of_long_sequences_are_bound_by_bandwidth():
     """They are written and read in float32; their bytes grow with the products they are of, but not so the others."""
     long = {"batch": 1, "length": 16384, "remat_policy": "full"}
     whole, by_kernels = (
-        roofline.train_step(setting(**long, attention_implementation=name), H100) for name in ("xla", "pallas")
+        roofline.train_step(training_run(**long, attention_implementation=name), H100) for name in ("xla", "pallas")
     )
     assert whole.bound == "bandwidth"
     # Kernels have no scores in memory, and leave out the pairs that a causal mask hides: half of them.
@@ -70,17 +70,17 @@ def test_whole_scores_of_long_sequences_are_bound_by_bandwidth():
 
 def test_the_peak_is_of_the_dtype_that_multiplies():
     """float32 as JAX multiplies it by default: TensorFloat-32."""
-    assert roofline.train_step(setting(policy="fp32"), H100).seconds_of["compute"] == pytest.approx(
-        2 * roofline.train_step(setting(policy="fp16"), H100).seconds_of["compute"]
+    assert roofline.train_step(training_run(policy="fp32"), H100).seconds_of["compute"] == pytest.approx(
+        2 * roofline.train_step(training_run(policy="fp16"), H100).seconds_of["compute"]
     )
-    assert isinstance(roofline.train_step(setting(policy="bf16"), named("v100-32gb")).seconds, Unknown)
+    assert isinstance(roofline.train_step(training_run(policy="bf16"), named("v100-32gb")).seconds, Unknown)
 
 
 def test_data_parallelism_within_a_host_and_beyond():
     """Gradients of 2 B in a ring: 2 · (n − 1)/n · 2 B a parameter; beyond the host over eight network cards."""
     count = parameter_count(ARCHITECTURES["llama3-8b"])
     for devices, rate in ((8, 450e9), (64, 400e9)):
-        least = roofline.train_step(setting(batch=devices, mesh_data=devices, mesh_zero=0), H100)
+        least = roofline.train_step(training_run(batch=devices, mesh_data=devices, mesh_zero=0), H100)
         sent = 2 * (devices - 1) / devices * 2 * count
         assert least.seconds_of["interconnect"] == pytest.approx(sent / rate, rel=1e-6)
 
@@ -120,33 +120,33 @@ def test_a_rack_and_a_slice_are_islands():
 
 
 def test_transfers_are_those_of_communication():
-    run = setting(batch=16, mesh_data=4, mesh_tensor=4, mesh_zero=3, remat_policy="full")
+    run = training_run(batch=16, mesh_data=4, mesh_tensor=4, mesh_zero=3, remat_policy="full")
     expected = sum(t.ring_bytes / roofline.ring_rate(t, run.mesh, H100) for t in communication.transfers(run))
     assert roofline.train_step(run, H100).seconds_of["interconnect"] == pytest.approx(expected)
     assert expected > 0
 
 
 def test_moments_in_host_memory_pass_its_link_both_ways_at_once():
-    run = setting(length=512, optimizer_name="adam", optimizer_offload="moments")
+    run = training_run(length=512, optimizer_name="adam", optimizer_offload="moments")
     least = roofline.train_step(run, H100)
     moments = 8 * parameter_count(ARCHITECTURES["llama3-8b"])
     assert least.seconds_of["host link"] == moments / 63e9
     assert least.bound == "host link"
-    everything = roofline.train_step(setting(length=512, optimizer_name="adam", optimizer_offload="all"), H100)
+    everything = roofline.train_step(training_run(length=512, optimizer_name="adam", optimizer_offload="all"), H100)
     assert everything.seconds_of["host link"] == 1.5 * least.seconds_of["host link"]
 
 
 def test_offloaded_activations_pass_it_in_each_micro_batch():
     tokens, model = 8 * 8192, ARCHITECTURES["llama3-8b"]
-    least = roofline.train_step(setting(remat_policy="offload:attn_out,resid_mid"), H100)
+    least = roofline.train_step(training_run(remat_policy="offload:attn_out,resid_mid"), H100)
     assert least.seconds_of["host link"] == model.layers * tokens * model.width * 2 / 63e9
-    halves = roofline.train_step(setting(remat_policy="offload:attn_out,resid_mid", train_accumulate=2), H100)
+    halves = roofline.train_step(training_run(remat_policy="offload:attn_out,resid_mid", train_accumulate=2), H100)
     assert halves.seconds_of["host link"] == least.seconds_of["host link"]
 
 
 def test_a_cpu_has_no_link_to_its_own_memory():
     host = Device("host", 2**34, 1e10, {"float32": 1e11}, "made up")
-    least = roofline.train_step(setting(policy="fp32", optimizer_offload="moments"), host)
+    least = roofline.train_step(training_run(policy="fp32", optimizer_offload="moments"), host)
     assert set(least.seconds_of) == {"compute", "bandwidth"}
     assert not least.unknown
 
@@ -162,7 +162,7 @@ def test_a_cpu_has_no_link_to_its_own_memory():
     ],
 )
 def test_what_is_not_known_is_named_and_never_zero(missing, told):
-    run = setting(batch=16, mesh_data=16, optimizer_offload="moments")
+    run = training_run(batch=16, mesh_data=16, optimizer_offload="moments")
     assert not roofline.train_step(run, H100).unknown
     least = roofline.train_step(run, dataclasses.replace(H100, **missing))
     assert isinstance(least.seconds, Unknown)
@@ -174,11 +174,11 @@ def test_what_is_not_known_is_named_and_never_zero(missing, told):
 
 def test_a_rate_that_is_not_needed_need_not_be_known():
     device = dataclasses.replace(H100, interconnect=None, network=None, host_link=None)
-    assert roofline.train_step(setting(), device).seconds == roofline.train_step(setting(), H100).seconds
+    assert roofline.train_step(training_run(), device).seconds == roofline.train_step(training_run(), H100).seconds
 
 
 def test_json_has_the_parts_and_their_sums():
-    told = json.loads(json.dumps(roofline.train_step(setting(mesh_data=8, mesh_zero=3), H100).to_json()))
+    told = json.loads(json.dumps(roofline.train_step(training_run(mesh_data=8, mesh_zero=3), H100).to_json()))
     assert told["flops"] == sum(told["flops_of"].values())
     assert told["bytes"] == sum(told["bytes_of"].values())
     assert told["intensity"] == told["flops"] / told["bytes"]
@@ -192,7 +192,7 @@ def test_the_fraction_of_the_peak_is_at_most_one(name):
     device = named(name)
     for remat in ("none", "full"):
         for devices in (1, 8):
-            run = setting("gemma3-27b", batch=8, length=16384, remat_policy=remat, mesh_data=devices)
+            run = training_run("gemma3-27b", batch=8, length=16384, remat_policy=remat, mesh_data=devices)
             per_token = flops.model_flops_per_token(run.model, run.length)
             rate = per_token * run.step_tokens / roofline.train_step(run, device).seconds
             assert 0 < rate / device.peak("bfloat16") <= 1
@@ -202,12 +202,12 @@ def test_small_models_too():
     for model in models.ALL.values():
         config = Config()
         config.train.batch_size, config.data.sequence_length = 2, 16
-        made = setting_lib.make(model, config, "fp32", "gpu")
+        made = run_lib.make(model, config, "fp32", "gpu")
         assert roofline.train_step(made, H100).bound == "bandwidth"
 
 
 def test_a_planner_can_ask_ten_thousand_times():
-    run = setting("llama3-70b", batch=64, mesh_data=8, mesh_tensor=8, mesh_zero=3, remat_policy="full")
+    run = training_run("llama3-70b", batch=64, mesh_data=8, mesh_tensor=8, mesh_zero=3, remat_policy="full")
 
     def seconds() -> float:
         begun = time.perf_counter()

@@ -9,7 +9,7 @@ from jaxllm.config import Architecture, Config
 from jaxllm.config.remat import TAGS
 from jaxllm.ledger import rows, trace
 from jaxllm.ledger.formula.exact import activations, block_graph
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
 
@@ -52,7 +52,7 @@ def by_tag(made: list[rows.Row], phase: str) -> dict[str, int]:
 
 def assert_equal(model: Architecture, config: Config, platform: str = "cpu"):
     traced = trace.residuals(config, model, platform)
-    settled = setting.make(model, config, config.precision.policy, platform)
+    settled = run_lib.make(model, config, config.precision.policy, platform)
     made = list(activations.rows_between_passes(settled, rows.BOUNDARY))
     assert by_tag(made, rows.BOUNDARY) == traced.tags
     assert by_tag(made, rows.HOST) == traced.host
@@ -97,7 +97,7 @@ def test_activations_of_kernels_are_exact(name, policy):
     turn = (list(MODELS).index(name) + POLICIES.index(policy)) % 2  # both meet every model and every policy
     platform, fields = (("gpu", {"mesh_tensor": 2}), ("tpu", {"precision_policy": "bf16"}))[turn]
     config = run(policy.replace(",attn_scores", ",attn_lse"), **fields)
-    assert setting.make(model, config, config.precision.policy, platform).attention.implementation == "pallas"
+    assert run_lib.make(model, config, config.precision.policy, platform).attention.implementation == "pallas"
     assert_equal(model, config, platform)
 
 
@@ -121,7 +121,7 @@ def test_a_head_is_padded_for_data_only_where_it_is_put_together_from_shares(sta
         )
         config.precision.policy = precision
         assert_equal(model, config)
-        settled = setting.make(model, config, precision, "cpu")
+        settled = run_lib.make(model, config, precision, "cpu")
         assert activations.head_numbers(settled) == (15 if stage else 14) * model.width
 
 

@@ -17,7 +17,7 @@ from jaxllm.config import Config
 from jaxllm.hardware.detect import named
 from jaxllm.ledger import device, rows, trace
 from jaxllm.ledger.compiled import attached
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY, HOST, PERSISTENT, PHASES, UPDATE, Ledger, Unknown
@@ -47,8 +47,8 @@ def by_name(ledger: Ledger) -> dict[tuple[str, str], int]:
 def test_a_donated_state_is_one_buffer_and_not_two():  # jax-ml/jax#18954, #31292; AI-Hypercomputer/maxtext#4514
     """A whole training step, with its state given to it and without."""
     config = run()
-    recipe = programs.make_recipe(config, BASE, "cpu")
-    program = programs.train_step(config, recipe, mesh.make_mesh(config.mesh))
+    step_spec = programs.make_step_spec(config, BASE, "cpu")
+    program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     state = training(BASE, config, "fp32").persistent_bytes
     given = attached.figures(program.compile())
     with_copies = dataclasses.replace(program, jitted=jax.jit(program.jitted.__wrapped__))
@@ -117,15 +117,15 @@ def test_memory_that_others_hold_is_not_ours():  # huggingface/transformers#1698
     needs = rows.row("weights", "weights", PERSISTENT, "70 GB", 70 * 10**9)
 
     def verdict(held: int) -> bool | None:
-        return Ledger("train", "x", 1, "H100", 1, (needs,), device.left_for_us(h100, held)).fits
+        return Ledger("train", "x", 1, "H100", 1, (needs,), device.available_to_task(h100, held)).fits
 
     assert h100.memory_bytes >= 70 * 10**9
     assert verdict(0) is True
     assert verdict(15 * 10**9) is False
-    assert device.left_for_us(h100, 0) - device.left_for_us(h100, 15 * 10**9) == 15 * 10**9
-    assert device.left_for_us(h100, 10**12) == 0
+    assert device.available_to_task(h100, 0) - device.available_to_task(h100, 15 * 10**9) == 15 * 10**9
+    assert device.available_to_task(h100, 10**12) == 0
     nobody_knows = dataclasses.replace(h100, memory_bytes=None)
-    assert isinstance(device.left_for_us(nobody_knows, 0), Unknown)
+    assert isinstance(device.available_to_task(nobody_knows, 0), Unknown)
 
 
 def test_memory_that_others_hold_on_a_gpu_is_what_is_used_beside_our_arrays():
@@ -135,14 +135,14 @@ def test_memory_that_others_hold_on_a_gpu_is_what_is_used_beside_our_arrays():
         def memory_stats(self):
             return {"bytes_in_use": 15 * 10**9, "bytes_limit": 80 * 10**9}
 
-    assert device.held_by_others(Gpu()) == 15 * 10**9
+    assert device.used_by_others(Gpu()) == 15 * 10**9
     assert device.available_bytes(Gpu()) == 65 * 10**9
 
 
 def test_a_head_left_out_is_caught(monkeypatch):
     config = run()
     headless = {name: part for name, part in param_specs(GPT).items() if name != "head"}
-    monkeypatch.setattr(setting, "param_specs", lambda model: headless)
+    monkeypatch.setattr(run_lib, "param_specs", lambda model: headless)
     untied = dataclasses.replace(GPT, tied_embeddings=True)
     broken = training(untied, config, "fp32")
     result = reconcile(broken, trace_figures=trace.figures(config, GPT, "cpu"))

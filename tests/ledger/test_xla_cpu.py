@@ -6,18 +6,18 @@ import jax
 import pytest
 from test_memory import BASE, run
 
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.fitted.train import cpu_moments, step
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY
 
-NUMBERS = sum(p.spec.size for p in setting.make(BASE, run(), "fp32", "cpu").parameters)
+NUMBERS = sum(p.spec.size for p in run_lib.make(BASE, run(), "fp32", "cpu").parameters)
 TABLE = BASE.vocab_size * BASE.width
 
 
 def phase(config, name, model=BASE):
     """Row name -> bytes in a phase."""
-    made = step.step_rows(setting.make(model, config, config.precision.policy, "cpu"))
+    made = step.step_rows(run_lib.make(model, config, config.precision.policy, "cpu"))
     return {row.name: row.bytes_per_device for row in made if row.phase == name}
 
 
@@ -33,7 +33,7 @@ def phase(config, name, model=BASE):
 )
 def test_moments_that_are_copied(optimizer, dtype, numbers, size):
     config = run(optimizer_name=optimizer, optimizer_moment_dtype=dtype)
-    assert cpu_moments.copied(setting.make(BASE, config, "fp32", "cpu"))[0] == numbers * size
+    assert cpu_moments.copied(run_lib.make(BASE, config, "fp32", "cpu"))[0] == numbers * size
 
 
 def test_gradients_lie_where_lions_moments_lay():
@@ -41,7 +41,7 @@ def test_gradients_lie_where_lions_moments_lay():
     config = run(optimizer_name="lion")
     layers = phase(config, BACKWARD)["gradients of layers"]
     assert phase(config, BACKWARD)["copies of old moments"] <= NUMBERS * 4 - layers
-    made = setting.make(BASE, config, "fp32", "cpu")
+    made = run_lib.make(BASE, config, "fp32", "cpu")
     (nothing,) = cpu_moments.rows_of_copies(made, BACKWARD, [])
     assert nothing.bytes_per_device == NUMBERS * 4
     (too_large,) = cpu_moments.rows_of_copies(made, BACKWARD, [NUMBERS * 4])

@@ -34,10 +34,10 @@ def of_run(name, attention, remat="none"):
     model = MODELS[name]
     config = steps.config(data_sequence_length=LENGTH, train_batch_size=2, remat_policy=remat)
     run = steps.Run(config, model)
-    recipe = dataclasses.replace(run.recipe, attention=attention)
+    step_spec = dataclasses.replace(run.step_spec, attention=attention)
     batch = steps.batch(config, model, 0)
     params = run.state.params
-    return jax.jit(lambda p, b: gradients.accumulate(p, b, recipe, run.layout, 1.0))(params, batch)
+    return jax.jit(lambda p, b: gradients.accumulate(p, b, step_spec, run.layout, 1.0))(params, batch)
 
 
 def furthest(got, want):
@@ -107,9 +107,9 @@ def test_a_step_over_several_devices_is_the_same():
 def test_evaluation_runs_by_the_recipe_s():
     config = steps.config(data_sequence_length=LENGTH, train_batch_size=2)
     run = steps.Run(config, MODELS["sliding"])
-    recipe = dataclasses.replace(run.recipe, attention=interpreted("gpu"))
+    step_spec = dataclasses.replace(run.step_spec, attention=interpreted("gpu"))
     evaluated = functools.partial(gradients.evaluate, run.state.params, None, steps.batch(config, run.model, 0))
-    assert "flash_attention" in str(jax.make_jaxpr(lambda: evaluated(recipe, run.layout))())
+    assert "flash_attention" in str(jax.make_jaxpr(lambda: evaluated(step_spec, run.layout))())
     np.testing.assert_allclose(
-        evaluated(recipe, run.layout)["nll"], evaluated(run.recipe, run.layout)["nll"], rtol=1e-6
+        evaluated(step_spec, run.layout)["nll"], evaluated(run.step_spec, run.layout)["nll"], rtol=1e-6
     )

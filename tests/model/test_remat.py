@@ -36,11 +36,11 @@ def inputs(name):
 
 def loss(params, name, policy, attention=PLAIN):
     _, tokens, positions = inputs(name)
-    hidden, _, balance = transformer.forward(
+    hidden, _, aux_loss = transformer.forward(
         params, tokens, positions, DEEP[name], remat=parse(policy), attention=attention
     )
     # A norm's square would be nearly constant, and its gradient nothing but rounding.
-    return (hidden * jax.random.normal(jax.random.key(2), hidden.shape)).mean() + balance
+    return (hidden * jax.random.normal(jax.random.key(2), hidden.shape)).mean() + aux_loss
 
 
 @functools.cache

@@ -233,10 +233,10 @@ def test_unrolling_and_attention_in_chunks_change_nothing(name):
     segments = jnp.where(jnp.arange(20) < 9, 1, 2)[None].repeat(2, 0)
 
     def loss(params, model, chunk):
-        hidden, _, balance = transformer.forward(
+        hidden, _, aux_loss = transformer.forward(
             params, tokens, positions, model, segments=segments, attention_chunk=chunk
         )
-        return jnp.square(hidden).mean() + balance
+        return jnp.square(hidden).mean() + aux_loss
 
     want = jax.jit(jax.grad(loss), static_argnums=(1, 2))(params, model, 0)
     for variant, chunk in ((dataclasses.replace(model, unroll=2), 0), (model, 5)):

@@ -55,7 +55,7 @@ def test_nothing_is_left_whole(name, axes):
     placed = split(model, **axes)
     assert all(p.zero_dim is not None for p in placed.values())
     sizes = mesh.sizes(MeshConfig(**axes))
-    stored = sum(p.numbers_per_device(sizes) for p in placed.values())
+    stored = sum(p.elements_per_device(sizes) for p in placed.values())
     specs = jax.tree.leaves(param_specs(model), is_leaf=is_spec)
     count = sum(spec.size for spec in specs)
     ways = axes["data"] * axes.get("tensor", 1)
@@ -66,7 +66,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded():  # jax#26946, #27808
     sizes = mesh.sizes(MeshConfig(tensor=8))
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=False)
     assert placed.shape == (24, 16)
-    assert placed.numbers_per_device(sizes) == 3 * 16
+    assert placed.elements_per_device(sizes) == 3 * 16
     # Over `data` the other dimension is taken where it divides.
     sizes = mesh.sizes(MeshConfig(data=8))
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=True)
@@ -104,7 +104,7 @@ def test_every_rule_names_an_axis_that_a_model_has():
         for axis in spec.axes
     }
     assert set(COMPUTE) <= names
-    assert mesh.NEVER_SPLIT in names
+    assert mesh.UNSHARDED_AXES in names
 
 
 def test_a_mesh_that_does_not_match_the_devices_is_refused():
@@ -121,7 +121,7 @@ def test_the_count_is_the_mesh_s():
 
 
 def test_shares_on_a_device_are_what_jax_says():
-    """`numbers_per_device` against NamedSharding's own shard shape."""
+    """`elements_per_device` against NamedSharding's own shard shape."""
     config = MeshConfig(data=2, tensor=2, zero=3)
     devices = mesh.make_mesh(config)
     for name in models.ALL:
@@ -132,4 +132,4 @@ def test_shares_on_a_device_are_what_jax_says():
             size = 1
             for n in shape:
                 size *= n
-            assert placed.numbers_per_device(mesh.sizes(config)) == size
+            assert placed.elements_per_device(mesh.sizes(config)) == size

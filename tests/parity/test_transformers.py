@@ -14,7 +14,7 @@ import transformers
 from jaxllm.config.attention import PLAIN
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine.generator import Generator
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import SampleRequest
 from jaxllm.interop import rules
 from jaxllm.interop.huggingface import folder_rules
 from jaxllm.interop.huggingface import model as huggingface
@@ -22,7 +22,7 @@ from jaxllm.interop.huggingface.safetensors_files import TensorFiles
 from jaxllm.interop.opening import open_model
 from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.model.transformer import NOTHING, forward, logits
-from jaxllm.parallel.collectives import WHOLE
+from jaxllm.parallel.collectives import SINGLE_DEVICE
 from jaxllm.step.gradients import loss_sums
 
 TOLERANCE = 1e-4
@@ -89,7 +89,7 @@ def test_greedy_continuation(case, length, request, tmp_path):
             asked, attention_mask=torch.ones_like(asked), max_new_tokens=64, do_sample=False, eos_token_id=None
         )
     generator = Generator(ours.model, ours.load(np.float32), Letters(), jnp.float32)
-    request = Request(max_new_tokens=64, sampling=SamplingOptions(temperature=0.0))
+    request = SampleRequest(max_new_tokens=64, sampling=SamplingOptions(temperature=0.0))
     (result,), _ = generator.generate(["".join(chr(32 + t) for t in tokens)], request)
     assert result.tokens == wanted[0, length:].tolist()
 
@@ -110,8 +110,8 @@ def test_loss_and_gradients(case, tmp_path):
         "segment_ids": np.ones((2, 40), np.int32),
         "weights": np.full((2, 40), 1 / 80, np.float32),
     }
-    recipe = types.SimpleNamespace(model=model, remat=NOTHING, attention=PLAIN, attention_chunk=0, loss_chunk=32)
-    step = jax.jit(jax.value_and_grad(lambda params, batch: loss_sums(params, batch, recipe, WHOLE)[0]))
+    step_spec = types.SimpleNamespace(model=model, remat=NOTHING, attention=PLAIN, attention_chunk=0, loss_chunk=32)
+    step = jax.jit(jax.value_and_grad(lambda params, batch: loss_sums(params, batch, step_spec, SINGLE_DEVICE)[0]))
     value, gradient = step(ours.load(np.float32), batch)
     assert abs(float(value) - loss.item()) <= TOLERANCE * loss.item()
 

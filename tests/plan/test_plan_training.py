@@ -14,7 +14,7 @@ from jaxllm.hardware import detect
 from jaxllm.ledger.compiled.absent import abstract_mesh
 from jaxllm.ledger.formula import roofline, training_memory
 from jaxllm.ledger.formula.exact import layout, optimizer_slots
-from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact import state as states
 from jaxllm.plan import overrides, remedies, space, training
 from jaxllm.plan.space import Choice, Space
@@ -93,7 +93,7 @@ def brute_force(searched: Space) -> list[tuple[int, tuple, Choice]]:
             continue
         forget()
         peak = training_memory.training(searched.model, config, choice.precision, "gpu").peak_bytes
-        least = roofline.train_step(setting_lib.make(searched.model, config, choice.precision, "gpu"), H100)
+        least = roofline.train_step(run_lib.make(searched.model, config, choice.precision, "gpu"), H100)
         seconds = float(f"{least.seconds:.4g}")
         found.append((peak, (seconds, choice.moving_parts, sum(least.seconds_of.values()), peak), choice))
     return found
@@ -238,10 +238,10 @@ def test_what_the_trainer_would_refuse_is_not_planned(optimizer):
     refused = 0
     for family in searched.families():
         for choice in family:
-            recipe = programs.make_recipe(searched.configured(choice), model, "gpu")
+            step_spec = programs.make_step_spec(searched.configured(choice), model, "gpu")
             try:
                 make_layout(
-                    searched.configured(choice), model, recipe.policy, abstract_mesh(searched.configured(choice))
+                    searched.configured(choice), model, step_spec.policy, abstract_mesh(searched.configured(choice))
                 )
             except UserError:
                 refused += 1

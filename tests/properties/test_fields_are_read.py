@@ -77,8 +77,8 @@ def footprint(model):
     tokens = jnp.zeros((1, 8), jnp.int32)
 
     def program(params):
-        hidden, _, balance = transformer.forward(params, tokens, tokens, model)
-        return transformer.logits(hidden, params, model), balance
+        hidden, _, aux_loss = transformer.forward(params, tokens, tokens, model)
+        return transformer.logits(hidden, params, model), aux_loss
 
     traced = jax.make_jaxpr(program)(specs.abstract(tree, jnp.float32))
     return str(tree), str(traced), [np.asarray(const).tobytes() for const in traced.consts]

@@ -16,7 +16,7 @@ from jaxllm.ledger import rows, trace
 from jaxllm.ledger.compiled import absent
 from jaxllm.ledger.device import tree_bytes
 from jaxllm.ledger.formula.exact import activations
-from jaxllm.ledger.formula.exact import run as setting
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import HOST, PERSISTENT
 from jaxllm.model.specs import abstract, param_specs
@@ -67,7 +67,7 @@ def test_rows_of_activations_are_the_residuals(case):
     """What JAX's derivative of the program keeps, tag by tag."""
     abstract_state(case)
     kept = trace.residuals(case.config, case.model, case.platform)
-    settled = setting.make(case.model, case.config, case.policy, case.platform)
+    settled = run_lib.make(case.model, case.config, case.policy, case.platform)
     for phase, found in ((rows.BOUNDARY, kept.tags), (HOST, kept.host)):
         billed: dict[str, int] = {}
         for row in activations.rows_between_passes(settled, rows.BOUNDARY):
@@ -83,12 +83,12 @@ def test_rows_of_activations_are_the_residuals(case):
 def test_gradients_and_moments_have_the_weights_shapes(case, optimizer):
     case = case.but(optimizer_name=optimizer)
     config, mesh = case.config, absent.abstract_mesh(case.config)
-    recipe, state = programs.make_recipe(config, case.model, "cpu"), abstract_state(case)
-    layout = make_layout(config, case.model, recipe.policy, mesh)
+    step_spec, state = programs.make_step_spec(config, case.model, "cpu"), abstract_state(case)
+    layout = make_layout(config, case.model, step_spec.policy, mesh)
     batch = programs.abstract_batch(config, mesh)
 
     def step(params, batch):
-        return gradients.accumulate(params, batch, recipe, layout, 1.0)[1]
+        return gradients.accumulate(params, batch, step_spec, layout, 1.0)[1]
 
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
     taken = jax.eval_shape(step, params, batch)
@@ -100,7 +100,7 @@ def test_gradients_and_moments_have_the_weights_shapes(case, optimizer):
     ]
     assert len(moments) == (2 if optimizer == "adam" else 1)
     chex.assert_trees_all_equal_shapes(state.params, taken, *moments)
-    size = 4 if config.train.accumulate > 1 else setting.make(case.model, config, case.policy, "cpu").compute
+    size = 4 if config.train.accumulate > 1 else run_lib.make(case.model, config, case.policy, "cpu").compute
     assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(taken)} == {size}
 
 
@@ -109,8 +109,8 @@ def test_gradients_and_moments_have_the_weights_shapes(case, optimizer):
 def test_a_step_gives_back_the_state_that_it_takes(case):
     """Same tree, shapes and dtypes, so that every buffer of the state can be taken over."""
     abstract_state(case)
-    recipe = programs.make_recipe(case.config, case.model, "cpu")
-    program = programs.train_step(case.config, recipe, absent.abstract_mesh(case.config))
+    step_spec = programs.make_step_spec(case.config, case.model, "cpu")
+    program = programs.train_step(case.config, step_spec, absent.abstract_mesh(case.config))
     after, _ = jax.eval_shape(program.jitted, *program.inputs)
     chex.assert_trees_all_equal_shapes_and_dtypes(program.inputs[0], after)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 import runs
 
-from jaxllm.engine.request import Request, Result, Times
+from jaxllm.engine.request import Result, SampleRequest, Times
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.tokenizer import ByteTokenizer
@@ -49,7 +49,7 @@ class Fake:
 
 def test_every_turn_takes_in_the_whole_conversation(file):
     fake, heard = Fake(), []
-    conversation = chat.Conversation(fake, gguf.open_file(file), Request())
+    conversation = chat.Conversation(fake, gguf.open_file(file), SampleRequest())
     conversation.say("one", heard.append)
     conversation.say("two", heard.append)
     assert fake.prompts == ["[user]one\n[assistant]", "[user]one\n[assistant]answer 1\n[user]two\n[assistant]"]
@@ -74,7 +74,7 @@ def test_at_a_terminal_a_turn_that_fails_is_told_and_the_next_one_is_heard(file,
 
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    conversation = chat.Conversation(Fake(), gguf.open_file(file), Request())
+    conversation = chat.Conversation(Fake(), gguf.open_file(file), SampleRequest())
     said = chat._talk(conversation, [], as_json=False)
     told = capsys.readouterr()
     assert len(said) == 2
@@ -90,7 +90,7 @@ def test_a_model_without_a_template_or_a_tokenizer_is_refused_before_its_weights
 
     def run(opened):
         dtypes = (jnp.float32, jnp.float32)
-        chat.run(opened, Request(), ["hi"], lambda tokens: pytest.fail("billed"), *dtypes, as_json=False)
+        chat.run(opened, SampleRequest(), ["hi"], lambda tokens: pytest.fail("billed"), *dtypes, as_json=False)
 
     for tokenizer, words in ((None, "comes with no tokenizer"), (ByteTokenizer(), "comes with no chat template")):
         gguf.write(tmp_path / "m.gguf", MODEL, params, tokenizer, quantization="F32")

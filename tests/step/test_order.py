@@ -27,7 +27,7 @@ def loop_over_layers():
     """(the reduce-scatters beside the loop that has others in it, those that it waits for) of a step of stage 1."""
     config = steps.config(mesh_data=2, mesh_zero=1)
     run = steps.Run(config, models.ROTARY)
-    module = hlo.parse(programs.train_step(config, run.recipe, run.mesh).compile().as_text())
+    module = hlo.parse(programs.train_step(config, run.step_spec, run.mesh).compile().as_text())
     entry = module.computations[module.entry]
     (loop,) = [
         each.name

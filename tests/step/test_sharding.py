@@ -12,7 +12,7 @@ import steps
 from jaxllm.config import Config
 from jaxllm.errors import UserError
 from jaxllm.ledger.device import tree_bytes
-from jaxllm.parallel.collectives import Partition
+from jaxllm.parallel.collectives import Collectives
 from jaxllm.parallel.mesh import Placement
 
 # A vocabulary that divides over nothing, so that padding is always there under tensor parallelism; and the usual
@@ -87,7 +87,7 @@ def test_a_forgotten_sum_over_tensor_is_caught(monkeypatch):
 
 
 def test_a_norm_over_one_device_s_heads_is_caught(monkeypatch):
-    monkeypatch.setattr(Partition, "head_sum", lambda self, x: x * self.tensor)
+    monkeypatch.setattr(Collectives, "head_sum", lambda self, x: x * self.tensor)
     got = steps.Run(steps.config(mesh_tensor=2), ALL["post"]).losses(3)
     assert np.abs(np.subtract(got, one_device("post", 3, 1))).max() > 1e-4
 

@@ -23,7 +23,7 @@ def run(**fields):
 
 def sums(run):
     """(sums, gradients) of the parameters and a batch."""
-    return jax.jit(functools.partial(accumulate, recipe=run.recipe, layout=run.layout, factor=1.0))
+    return jax.jit(functools.partial(accumulate, step_spec=run.step_spec, layout=run.layout, factor=1.0))
 
 
 def make_batch(trained, length=16, rows=4):
@@ -71,7 +71,7 @@ def test_sequences_of_10_and_100_tokens():
     assert two.step(batch)["tokens"] == 110
     assert_close(two.state.params, want, 1e-6)
     _, gradients = sums(one)(one.state.params, batch)
-    lr = one.recipe.schedule(jnp.zeros((), jnp.int32))
+    lr = one.step_spec.schedule(jnp.zeros((), jnp.int32))
     assert_close(want, jax.tree.map(lambda p, g: p - lr * g / 110, one.state.params, gradients), 1e-6)
 
 
@@ -103,11 +103,11 @@ def test_the_schedule_advances_once_an_update():  # transformers#34053, optax#41
 def test_state_is_donated_whole():
     """The compiled step writes the new state into the old one's memory: aliased bytes are the state's."""
     one = steps.Run(steps.config())
-    program = programs.train_step(one.config, one.recipe, one.mesh)
+    program = programs.train_step(one.config, one.step_spec, one.mesh)
     size = sum(x.nbytes for x in jax.tree.leaves(one.state))
     assert program.compile().memory_analysis().alias_size_in_bytes == size
     # Without donation the same measure finds nothing.
-    plain = jax.jit(lambda s, b: train_step(s, b, one.recipe, one.layout)).lower(*program.inputs).compile()
+    plain = jax.jit(lambda s, b: train_step(s, b, one.step_spec, one.layout)).lower(*program.inputs).compile()
     assert plain.memory_analysis().alias_size_in_bytes == 0
 
 
@@ -129,7 +129,7 @@ def test_a_buffer_given_twice_is_refused():  # jax#12627
 def test_five_steps_with_a_resume_and_a_short_batch_compile_once(tmp_path):  # maxtext#4174
     """State that was made, stepped and restored, and batches full and short, all meet the one executable."""
     one = steps.Run(steps.config(mesh_data=2, mesh_tensor=2, mesh_zero=3, train_batch_size=4))
-    program = programs.train_step(one.config, one.recipe, one.mesh)
+    program = programs.train_step(one.config, one.step_spec, one.mesh)
     placed = batch_sharding(one.mesh)
     state = one.state
     for i in range(5):
@@ -137,7 +137,7 @@ def test_five_steps_with_a_resume_and_a_short_batch_compile_once(tmp_path):  # m
             with Checkpointer(tmp_path, one.config, print) as store:
                 store.save(i, state, {"0": {}})
             with Checkpointer(tmp_path, one.config, print) as store:
-                state = store.restore(programs.abstract_state(one.config, one.recipe, one.mesh)).state
+                state = store.restore(programs.abstract_state(one.config, one.step_spec, one.mesh)).state
         batch = steps.batch(one.config, one.model, i)
         if i == 4:  # the last batch of an epoch, filled up with rows that count for nothing
             batch = {name: np.where(np.arange(4)[:, None] < 3, x, 0).astype(x.dtype) for name, x in batch.items()}

@@ -42,7 +42,7 @@ def test_the_first_step_is_the_models_own(one):
 
 
 def train(run, state, batch):
-    return steps.train_step(state, batch, run.recipe, run.layout)
+    return steps.train_step(state, batch, run.step_spec, run.layout)
 
 
 def test_adapters_alone_are_trained(one):
@@ -65,10 +65,10 @@ def test_the_gradient_is_that_of_the_merged_weights():
 
     def through_merged(pairs, scale):
         merged = adapters.merged(model, run.state.frozen, pairs, scale, jnp.float32)
-        return gradients.loss_sums(merged, batch, run.recipe, gradients.partition_of(run.layout))[0]
+        return gradients.loss_sums(merged, batch, run.step_spec, gradients.partition_of(run.layout))[0]
 
     def through_adapters(pairs):
-        return gradients.accumulate(pairs, batch, run.recipe, run.layout, 1.0, run.state.frozen)[1]
+        return gradients.accumulate(pairs, batch, run.step_spec, run.layout, 1.0, run.state.frozen)[1]
 
     merged_gradient = jax.jit(jax.grad(through_merged))
     got = jax.jit(through_adapters)(noise)
@@ -127,7 +127,7 @@ def test_a_mesh_that_forgets_a_sum_is_caught(one, monkeypatch):
 def test_policies(one, policy):
     """Frozen weights are held as they compute, and masters are the adapters' alone."""
     run = steps.Run(config(precision_policy=policy, optimizer_name="lion" if policy == "bf16_pure" else "adamw"))
-    frozen, stored = jnp.dtype(run.recipe.policy.compute), jnp.dtype(run.recipe.policy.store)
+    frozen, stored = jnp.dtype(run.step_spec.policy.compute), jnp.dtype(run.step_spec.policy.store)
     assert {x.dtype for x in jax.tree.leaves(run.state.frozen)} == {frozen}
     assert {x.dtype for x in jax.tree.leaves(run.state.params)} == {stored}
     before = steps.copy(run.state)
@@ -154,11 +154,11 @@ def test_experts_with_adapters_of_attention():
     run = steps.Run(config(("q", "v", "out")), models.EXPERTS)
     batch = steps.batch(run.config, run.model, 0)
     noise = _noise(run)
-    partition = gradients.partition_of(run.layout)
+    collectives = gradients.partition_of(run.layout)
 
     def loss(pairs, frozen):
-        variables = adapters.joined(frozen, adapters.scaled(pairs, run.recipe.adapter_scale))
-        return gradients.loss_sums(variables, batch, run.recipe, partition)[0]
+        variables = adapters.joined(frozen, adapters.scaled(pairs, run.step_spec.adapter_scale))
+        return gradients.loss_sums(variables, batch, run.step_spec, collectives)[0]
 
     want = jax.jit(jax.grad(loss, argnums=(0, 1)))(noise, run.state.frozen)[0]
     got = jax.jit(jax.grad(loss))(noise, run.state.frozen)

@@ -118,7 +118,7 @@ def _where_it_runs(*arrays: Any, **options: Any) -> Array:
 
 
 def combine(
-    acc: Float[Array, "B splits K R H"], biggest: Float[Array, "B splits K R"], total: Float[Array, "B splits K R"]
+    acc: Float[Array, "B splits K R H"], m: Float[Array, "B splits K R"], total: Float[Array, "B splits K R"]
 ) -> Float[Array, "B K R H"]:
     """Combines the partial softmax results of a row's splits into the attention output.
 
@@ -130,7 +130,7 @@ def combine(
     Returns:
       The normalized output, in float32; 0 for queries without visible keys.
     """
-    share = jnp.exp(biggest - biggest.max(1, keepdims=True))
+    share = jnp.exp(m - m.max(1, keepdims=True))
     whole = (total * share).sum(1)
     out = (acc * share[..., None]).sum(1)
     return out / jnp.where(whole > 0, whole, 1.0)[..., None]

@@ -178,7 +178,7 @@ def _kernel(
     high = jnp.minimum(low + share, pl.cdiv(end, block))
 
     def step(i: Array, carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
-        biggest, total, acc = carry
+        m, total, acc = carry
         at = (layer, b, head, pl.ds(i * block, block))
         slot = i * block + jnp.arange(block)
         there = (slot < S)[:, None]
@@ -191,25 +191,25 @@ def _kernel(
             scores = softcap * jnp.tanh(scores / softcap)
         seen = decode_slots.visible(slot[None, :], position, length, S, window)
         scores = jnp.where(seen, scores, MASKED)
-        new_biggest = jnp.maximum(biggest, scores.max(1))
+        new_biggest = jnp.maximum(m, scores.max(1))
         weights = jnp.where(seen, jnp.exp(scores - new_biggest[:, None]), 0.0)
-        shrunk = jnp.exp(biggest - new_biggest)
-        total = total * shrunk + weights.sum(1)
+        alpha = jnp.exp(m - new_biggest)
+        total = total * alpha + weights.sum(1)
         if scale_refs:
             weights *= plgpu.load(scale_refs[1].at[*at], mask=slot < S, other=0.0)[None, :]
         values = load(v_ref, at, there)
         added = [dot(weights.astype(dtype), x.astype(dtype), (((1,), (0,)), ((), ()))) for x in values]
-        return new_biggest, total, [x * shrunk[:, None] + y for x, y in zip(acc, added, strict=True)]
+        return new_biggest, total, [x * alpha[:, None] + y for x, y in zip(acc, added, strict=True)]
 
     nothing = (
         jnp.full((rows,), MASKED, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         [jnp.zeros((rows, size), jnp.float32) for _, size in parts],
     )
-    biggest, total, acc = jax.lax.fori_loop(low, high, step, nothing)
+    m, total, acc = jax.lax.fori_loop(low, high, step, nothing)
     at = (b, split, head, pl.ds(start, rows))
     inside = start + jnp.arange(rows) < R
     for (offset, size), x in zip(parts, acc, strict=True):
         plgpu.store(acc_ref.at[*at, pl.ds(offset, size)], x, mask=jnp.broadcast_to(row < R, x.shape))
-    plgpu.store(max_ref.at[*at], biggest, mask=inside)
+    plgpu.store(max_ref.at[*at], m, mask=inside)
     plgpu.store(sum_ref.at[*at], total, mask=inside)

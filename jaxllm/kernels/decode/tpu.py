@@ -115,7 +115,7 @@ def partials(
         return b, split, 0, 0, 0
 
     kv_block = pl.BlockSpec((None, None, K, *((H, block) if turned else (block, H))), cached)
-    acc, biggest, total = pl.pallas_call(
+    acc, m, total = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -147,7 +147,7 @@ def partials(
         interpret=interpret,
         name="decode_attention",
     )(lengths, layer[None], q, k, v, *scales)
-    return acc, biggest[..., 0], total[..., 0]
+    return acc, m[..., 0], total[..., 0]
 
 
 def _share(
@@ -208,11 +208,11 @@ def _kernel(
         position = length - tokens + decode_slots.query_tokens(row, tokens, R // tokens)
         seen = decode_slots.visible(slot, position, length, slots, window)[None]
         scores = jnp.where(seen, scores, MASKED)
-        biggest = jnp.maximum(max_ref[...], scores.max(-1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - biggest), 0.0)
-        shrunk = jnp.exp(max_ref[...] - biggest)
-        max_ref[...] = biggest
-        sum_ref[...] = sum_ref[...] * shrunk + weights.sum(-1, keepdims=True)
+        m = jnp.maximum(max_ref[...], scores.max(-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - m), 0.0)
+        alpha = jnp.exp(max_ref[...] - m)
+        max_ref[...] = m
+        sum_ref[...] = sum_ref[...] * alpha + weights.sum(-1, keepdims=True)
         values = v_ref[...].astype(q.dtype)
         if slots % block:
             # Values read past the end of the cache may be NaN, and 0 · NaN is NaN.
@@ -222,4 +222,4 @@ def _kernel(
             weights *= scale_refs[1][...][:, None, :]
             if slots % block:
                 weights = jnp.where(seen, weights, 0.0)
-        acc_ref[...] = acc_ref[...] * shrunk + product(f"kqs,{letters}->kqh", weights.astype(q.dtype), values)
+        acc_ref[...] = acc_ref[...] * alpha + product(f"kqs,{letters}->kqh", weights.astype(q.dtype), values)

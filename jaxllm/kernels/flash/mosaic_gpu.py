@@ -146,18 +146,18 @@ class _Machine:
             meanwhile()
             return self._simulated(q_ref[...], k_ref, 1)
 
-        def multiply(total_ref: Any) -> Array:
-            plgpu.wgmma(total_ref, q_ref, k_ref.transpose((1, 0)))
+        def multiply(acc_ref: Any) -> Array:
+            plgpu.wgmma(acc_ref, q_ref, k_ref.transpose((1, 0)))
             meanwhile()
-            return total_ref[...]
+            return acc_ref[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((q_ref.shape[0], k_ref.shape[0]), jnp.float32))
 
-    def add(self, total: Array, weights: Array, v_ref: Any) -> Array:
+    def add(self, acc: Array, weights: Array, v_ref: Any) -> Array:
         """Returns total + weights · v, with v in shared memory."""
         if not self.real:
-            return total + self._simulated(weights, v_ref, 0)
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.ACC.init(total))
+            return acc + self._simulated(weights, v_ref, 0)
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.ACC.init(acc))
 
     def _simulated(self, a: Array, b_ref: Any, contracted: int) -> Array:
         b = b_ref[...]
@@ -284,13 +284,13 @@ def _block(
             machine.rows(jnp.full(shape[:1], LEAST, jnp.float32)),
             machine.rows(jnp.zeros(shape[:1], jnp.float32)),
         )
-        total, high, summed = loop(spans, step, nothing)
+        acc, m, l = loop(spans, step, nothing)
         if scratch.turn is not None:
             pl.when(worker == 0)(lambda: _meet(scratch))
-        empty = summed == 0
-        whole = jnp.where(empty, 1.0, summed)
-        scratch.q[worker] = (total / _across(whole, shape)).astype(out_ref.dtype)
-        scratch.lse[worker] = jnp.where(empty, EMPTY, high * LN_2 + jnp.log(whole))
+        empty = l == 0
+        whole = jnp.where(empty, 1.0, l)
+        scratch.q[worker] = (acc / _across(whole, shape)).astype(out_ref.dtype)
+        scratch.lse[worker] = jnp.where(empty, EMPTY, m * LN_2 + jnp.log(whole))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch.q.at[worker], out_ref.at[b, here, n])
         plgpu.copy_smem_to_gmem(scratch.lse.at[worker], lse_ref.at[b, n, here])
@@ -309,7 +309,7 @@ def _step(
     machine: _Machine,
 ) -> tuple[Array, Array, Array]:
     """Processes one tile of keys for the 64 queries of a consumer that start at `first`."""
-    total, high, summed = carry
+    acc, m, l = carry
     worker = lax.axis_index("group")
     stages, keys = scratch.k.shape[:2]
     slot = lax.rem(j - begin, jnp.int32(stages))
@@ -331,16 +331,16 @@ def _step(
             plgpu.commit_smem()  # fences the reads by the threads from the next TMA write
         bits = jnp.where(rule.visible(rows, columns, row_segments, column_segments), bits, HIDDEN)
     plgpu.barrier_arrive(scratch.k_free.at[slot])
-    new_high = jnp.maximum(high, bits.max(1))
-    weights = jnp.exp2(bits - _across(new_high, shape))
-    shrink = jnp.exp2(high - new_high)
-    total = total * _across(shrink, total.shape)
-    summed = summed * shrink + weights.sum(1)
+    new_m = jnp.maximum(m, bits.max(1))
+    weights = jnp.exp2(bits - _across(new_m, shape))
+    alpha = jnp.exp2(m - new_m)
+    acc = acc * _across(alpha, acc.shape)
+    l = l * alpha + weights.sum(1)
     plgpu.barrier_wait(scratch.v_ready.at[slot])
     meet()
-    total = machine.add(total, weights.astype(scratch.v.dtype), scratch.v.at[slot])
+    acc = machine.add(acc, weights.astype(scratch.v.dtype), scratch.v.at[slot])
     plgpu.barrier_arrive(scratch.v_free.at[slot])
-    return total, new_high, summed
+    return acc, new_m, l
 
 
 def _meet(scratch: _Scratch) -> None:

@@ -42,9 +42,9 @@ class Inputs(NamedTuple):
         return self.q_segments is not None
 
 
-def losses(out: Float[Array, "B T N H"], change: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
-    """Returns delta = rowsum(dO * O) of FlashAttention's backward pass, in float32; `change` is dO."""
-    return jnp.einsum("btnh,btnh->bnt", out, change, preferred_element_type=jnp.float32)
+def compute_delta(out: Float[Array, "B T N H"], d_out: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
+    """Returns delta = rowsum(dO * O) of FlashAttention's backward pass, in float32; `d_out` is dO."""
+    return jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +123,12 @@ class Rule:
             return jnp.tanh(products * (self.scale / self.softcap)) * (self.softcap * LOG2_E)
         return products * (self.scale * LOG2_E)
 
-    def slope(self, bits: Float[Array, "..."], change: Float[Array, "..."]) -> Float[Array, "..."]:
+    def slope(self, bits: Float[Array, "..."], d_out: Float[Array, "..."]) -> Float[Array, "..."]:
         """Converts a gradient of the capped score to one of q·k·scale: times the softcap's derivative, 1 - tanh²."""
         if not self.softcap:
-            return change
+            return d_out
         tanh = bits * (1 / (self.softcap * LOG2_E))
-        return change * (1 - tanh * tanh)
+        return d_out * (1 - tanh * tanh)
 
 
 def key_head(head: Index, group: int) -> Index:

@@ -29,8 +29,8 @@ from jaxllm.kernels.flash.tile import (
     Inputs,
     Rule,
     blocks_of,
+    compute_delta,
     key_head,
-    losses,
 )
 from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
@@ -69,18 +69,18 @@ def backward(
     inputs: Inputs,
     out: Float[Array, "B T N H"],
     lse: Float[Array, "B N T"],
-    change: Float[Array, "B T N H"],
+    d_out: Float[Array, "B T N H"],
     rule: Rule,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Computes the gradients of q, k and v from the output gradient `change` (dO)."""
+    """Computes the gradients of q, k and v from the output gradient `d_out` (dO)."""
     q, k, v, q_segments, k_segments = inputs
     (B, T, N, H), (_, K, S, _), G = q.shape, k.shape, inputs.group
-    delta = losses(out, change)
+    delta = compute_delta(out, d_out)
     operands = (
         *(q.swapaxes(1, 2), k, v, _row(q_segments), _row(k_segments)),
-        *(change.swapaxes(1, 2), lse[:, :, None], delta[:, :, None]),
+        *(d_out.swapaxes(1, 2), lse[:, :, None], delta[:, :, None]),
     )
 
     tile = _fit(tiles.dq, rule)
@@ -156,8 +156,8 @@ class _Specs:
 
 def _by_queries(rule: Rule, tile: Tile, group: int, head_dim: int) -> _Specs:
     def key(n: Index, i: Index, j: Index) -> tuple[Index, Index]:
-        low, high = _key_tiles(rule, tile, i)
-        return key_head(n, group), _clamp(low + j, high)
+        low, m = _key_tiles(rule, tile, i)
+        return key_head(n, group), _clamp(low + j, m)
 
     return _Specs(tile, head_dim, lambda n, i, j: (n, i), key)
 
@@ -166,8 +166,8 @@ def _by_keys(rule: Rule, tile: Tile, group: int, head_dim: int) -> _Specs:
     steps = _most_queries(rule, tile)
 
     def query(h: Index, j: Index, step: Index) -> tuple[Index, Index]:
-        low, high = _query_tiles(rule, tile, j)
-        return h * group + lax.div(step, steps), _clamp(low + lax.rem(step, steps), high)
+        low, m = _query_tiles(rule, tile, j)
+        return h * group + lax.div(step, steps), _clamp(low + lax.rem(step, steps), m)
 
     return _Specs(tile, head_dim, query, lambda h, j, step: (h, j))
 
@@ -203,12 +203,12 @@ def _query_tiles(rule: Rule, tile: Tile, j: Index) -> tuple[Index, Index]:
 def _most_keys(rule: Rule, tile: Tile) -> int:
     """Returns the steps of the innermost grid dimension: at least one, because the last step writes the output."""
     spans = (_key_tiles(rule, tile, i) for i in range(pl.cdiv(rule.queries, tile.queries)))
-    return max(1, *(int(high - low) for low, high in spans))
+    return max(1, *(int(m - low) for low, m in spans))
 
 
 def _most_queries(rule: Rule, tile: Tile) -> int:
     spans = (_query_tiles(rule, tile, j) for j in range(pl.cdiv(rule.keys, tile.keys)))
-    return max(1, *(int(high - low) for low, high in spans))
+    return max(1, *(int(m - low) for low, m in spans))
 
 
 def _clamp(block: Index, end: Index) -> Index:
@@ -228,9 +228,9 @@ def _forward_kernel(
     k_segments_ref: Any,
     out_ref: Any,
     lse_ref: Any,
-    total_ref: Any,
-    high_ref: Any,
-    summed_ref: Any,
+    acc_ref: Any,
+    m_ref: Any,
+    l_ref: Any,
     segments_ref: Any,
     *,
     rule: Rule,
@@ -241,9 +241,9 @@ def _forward_kernel(
 
     @pl.when(j == 0)
     def begin() -> None:
-        total_ref[...] = jnp.zeros_like(total_ref)
-        high_ref[...] = jnp.full_like(high_ref, LEAST)
-        summed_ref[...] = jnp.zeros_like(summed_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+        m_ref[...] = jnp.full_like(m_ref, LEAST)
+        l_ref[...] = jnp.zeros_like(l_ref)
         if q_segments_ref is not None:
             segments_ref[...] = _column(q_segments_ref[...])
 
@@ -253,22 +253,22 @@ def _forward_kernel(
         bits = rule.bits(_dot(q_ref[...], k_ref[...], (1, 1)))
         mask = _visible(rule, tile, i, low + j, segments_ref, k_segments_ref)
         bits = jnp.where(mask, bits, HIDDEN)
-        high = high_ref[:, :1]
-        new_high = jnp.maximum(high, bits.max(1, keepdims=True))
-        weights = jnp.exp2(bits - new_high)
-        shrink = jnp.exp2(high - new_high)
-        total_ref[...] = total_ref[...] * shrink + _dot(weights.astype(v.dtype), v, (1, 0))
-        high_ref[...] = jnp.broadcast_to(new_high, high_ref.shape)
-        summed = summed_ref[:, :1] * shrink + weights.sum(1, keepdims=True)
-        summed_ref[...] = jnp.broadcast_to(summed, summed_ref.shape)
+        m = m_ref[:, :1]
+        new_m = jnp.maximum(m, bits.max(1, keepdims=True))
+        weights = jnp.exp2(bits - new_m)
+        alpha = jnp.exp2(m - new_m)
+        acc_ref[...] = acc_ref[...] * alpha + _dot(weights.astype(v.dtype), v, (1, 0))
+        m_ref[...] = jnp.broadcast_to(new_m, m_ref.shape)
+        l = l_ref[:, :1] * alpha + weights.sum(1, keepdims=True)
+        l_ref[...] = jnp.broadcast_to(l, l_ref.shape)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:
-        summed = summed_ref[...]
-        empty = summed == 0
-        whole = jnp.where(empty, 1.0, summed)
-        out_ref[...] = (total_ref[...] / whole[:, :1]).astype(out_ref.dtype)
-        lse = jnp.where(empty, EMPTY, high_ref[...] * LN_2 + jnp.log(whole))
+        l = l_ref[...]
+        empty = l == 0
+        whole = jnp.where(empty, 1.0, l)
+        out_ref[...] = (acc_ref[...] / whole[:, :1]).astype(out_ref.dtype)
+        lse = jnp.where(empty, EMPTY, m_ref[...] * LN_2 + jnp.log(whole))
         lse_ref[...] = lse.T[:1]
 
 
@@ -278,12 +278,12 @@ def _dq_kernel(
     v_ref: Any,
     q_segments_ref: Any,
     k_segments_ref: Any,
-    change_ref: Any,
+    d_out_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
     dq_ref: Any,
-    total_ref: Any,
-    high_ref: Any,
+    acc_ref: Any,
+    m_ref: Any,
     lost_ref: Any,
     segments_ref: Any,
     *,
@@ -295,8 +295,8 @@ def _dq_kernel(
 
     @pl.when(j == 0)
     def begin() -> None:
-        total_ref[...] = jnp.zeros_like(total_ref)
-        high_ref[...] = _column(lse_ref[...] * LOG2_E)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+        m_ref[...] = _column(lse_ref[...] * LOG2_E)
         lost_ref[...] = _column(delta_ref[...])
         if q_segments_ref is not None:
             segments_ref[...] = _column(q_segments_ref[...])
@@ -306,15 +306,15 @@ def _dq_kernel(
         k = _clean(k_ref[...], (low + j) * tile.keys, rule.keys)
         bits = rule.bits(_dot(q_ref[...], k, (1, 1)))
         mask = _visible(rule, tile, i, low + j, segments_ref, k_segments_ref)
-        weights = jnp.exp2(jnp.where(mask, bits, HIDDEN) - high_ref[:, :1])
-        products = _dot(change_ref[...], v_ref[...], (1, 1)) - lost_ref[:, :1]
+        weights = jnp.exp2(jnp.where(mask, bits, HIDDEN) - m_ref[:, :1])
+        products = _dot(d_out_ref[...], v_ref[...], (1, 1)) - lost_ref[:, :1]
         # Values read past the end are undefined.
         scores = jnp.where(mask, rule.slope(bits, weights * products), 0.0)
-        total_ref[...] += _dot(scores.astype(k.dtype), k, (1, 0))
+        acc_ref[...] += _dot(scores.astype(k.dtype), k, (1, 0))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:
-        dq_ref[...] = (total_ref[...] * rule.scale).astype(dq_ref.dtype)
+        dq_ref[...] = (acc_ref[...] * rule.scale).astype(dq_ref.dtype)
 
 
 def _dkv_kernel(
@@ -323,13 +323,13 @@ def _dkv_kernel(
     v_ref: Any,
     q_segments_ref: Any,
     k_segments_ref: Any,
-    change_ref: Any,
+    d_out_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
     dk_ref: Any,
     dv_ref: Any,
-    dk_total_ref: Any,
-    dv_total_ref: Any,
+    dk_acc_ref: Any,
+    dv_acc_ref: Any,
     segments_ref: Any,
     *,
     rule: Rule,
@@ -342,8 +342,8 @@ def _dkv_kernel(
 
     @pl.when(step_of_all == 0)
     def begin() -> None:
-        dk_total_ref[...] = jnp.zeros_like(dk_total_ref)
-        dv_total_ref[...] = jnp.zeros_like(dv_total_ref)
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
         if k_segments_ref is not None:
             segments_ref[...] = _column(k_segments_ref[...])
 
@@ -351,19 +351,19 @@ def _dkv_kernel(
     def step() -> None:
         # Scores are [keys, queries], so lse and delta can stay rows.
         q = _clean(q_ref[...], i * tile.queries, rule.queries)
-        change = _clean(change_ref[...], i * tile.queries, rule.queries)
+        d_out = _clean(d_out_ref[...], i * tile.queries, rule.queries)
         bits = rule.bits(_dot(k_ref[...], q, (1, 1)))
         mask = _visible(rule, tile, i, j, q_segments_ref, segments_ref, turned=True)
         weights = jnp.where(mask, jnp.exp2(jnp.where(mask, bits, HIDDEN) - lse_ref[...] * LOG2_E), 0.0)
-        dv_total_ref[...] += _dot(weights.astype(change.dtype), change, (1, 0))
-        products = _dot(v_ref[...], change, (1, 1)) - delta_ref[...]
+        dv_acc_ref[...] += _dot(weights.astype(d_out.dtype), d_out, (1, 0))
+        products = _dot(v_ref[...], d_out, (1, 1)) - delta_ref[...]
         scores = jnp.where(mask, rule.slope(bits, weights * products), 0.0)
-        dk_total_ref[...] += _dot(scores.astype(q.dtype), q, (1, 0))
+        dk_acc_ref[...] += _dot(scores.astype(q.dtype), q, (1, 0))
 
     @pl.when(step_of_all == pl.num_programs(3) - 1)
     def finish() -> None:
-        dk_ref[...] = (dk_total_ref[...] * rule.scale).astype(dk_ref.dtype)
-        dv_ref[...] = dv_total_ref[...].astype(dv_ref.dtype)
+        dk_ref[...] = (dk_acc_ref[...] * rule.scale).astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
 
 
 def _visible(

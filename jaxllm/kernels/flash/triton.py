@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.kernels.flash.spans import key_spans, loop, query_spans
-from jaxllm.kernels.flash.tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Inputs, Rule, key_head, losses
+from jaxllm.kernels.flash.tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Inputs, Rule, compute_delta, key_head
 from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 
@@ -53,15 +53,15 @@ def backward(
     inputs: Inputs,
     out: Float[Array, "B T N H"],
     lse: Float[Array, "B N T"],
-    change: Float[Array, "B T N H"],
+    d_out: Float[Array, "B T N H"],
     rule: Rule,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Computes the gradients of q, k and v from the output gradient `change` (dO)."""
+    """Computes the gradients of q, k and v from the output gradient `d_out` (dO)."""
     (B, _, N, H), (_, K, S, _), G = inputs.q.shape, inputs.k.shape, inputs.group
     dot = _product(inputs.q.dtype, interpret)
-    operands = (*inputs, change, lse, losses(out, change))
+    operands = (*inputs, d_out, lse, compute_delta(out, d_out))
 
     tile = tiles.dq
     last, in_specs, queries, statistics = _by_queries(inputs, tile)
@@ -158,7 +158,7 @@ def _forward_kernel(
     row_segments = _load_segments(q_segments_ref, 0, tile.queries, rule.queries - start)
 
     def step(j: Index, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
-        total, high, summed = carry
+        acc, m, l = carry
         first = j * tile.keys
         k = _Rows(k_ref, first, tile.keys, rule.keys - first, head_dim, tile.depth)
         v = _Rows(v_ref, first, tile.keys, rule.keys - first, head_dim, tile.depth).whole()
@@ -168,19 +168,19 @@ def _forward_kernel(
             columns = first + jnp.arange(tile.keys)
             mask = rule.visible(rows[:, None], columns[None, :], _down(row_segments), _along(column_segments))
             bits = jnp.where(mask, bits, HIDDEN)
-        new_high = jnp.maximum(high, bits.max(1))
-        weights = jnp.exp2(bits - new_high[:, None])
-        shrink = jnp.exp2(high - new_high)
-        total = total * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
-        return total, new_high, summed * shrink + weights.sum(1)
+        new_m = jnp.maximum(m, bits.max(1))
+        weights = jnp.exp2(bits - new_m[:, None])
+        alpha = jnp.exp2(m - new_m)
+        acc = acc * alpha[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
+        return acc, new_m, l * alpha + weights.sum(1)
 
     shape = (tile.queries, q_ref.shape[-1])
     carry = (jnp.zeros(shape, jnp.float32), jnp.full(shape[:1], LEAST, jnp.float32), jnp.zeros(shape[:1], jnp.float32))
     carry = loop(key_spans(rule, start, tile, row_segments is not None), step, carry)
-    total, high, summed = carry
-    empty = summed == 0
-    out = total / jnp.where(empty, 1.0, summed)[:, None]
-    lse = jnp.where(empty, EMPTY, high * LN_2 + jnp.log(jnp.where(empty, 1.0, summed)))
+    acc, m, l = carry
+    empty = l == 0
+    out = acc / jnp.where(empty, 1.0, l)[:, None]
+    lse = jnp.where(empty, EMPTY, m * LN_2 + jnp.log(jnp.where(empty, 1.0, l)))
     _store_rows(out_ref, out, rule.queries - start, head_dim)
     plgpu.store(lse_ref, lse, mask=rows < rule.queries)
 
@@ -191,7 +191,7 @@ def _dq_kernel(
     v_ref: Any,
     q_segments_ref: Any,
     k_segments_ref: Any,
-    change_ref: Any,
+    d_out_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
     dq_ref: Any,
@@ -205,7 +205,7 @@ def _dq_kernel(
     start = (last - pl.program_id(0)) * tile.queries
     rows = start + jnp.arange(tile.queries)
     q = _Rows(q_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
-    change = _Rows(change_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
+    d_out = _Rows(d_out_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
     row_segments = _load_segments(q_segments_ref, 0, tile.queries, rule.queries - start)
     lse = plgpu.load(lse_ref, mask=rows < rule.queries, other=EMPTY) * LOG2_E
     delta = plgpu.load(delta_ref, mask=rows < rule.queries, other=0.0)
@@ -222,7 +222,7 @@ def _dq_kernel(
             mask = rule.visible(rows[:, None], columns[None, :], _down(row_segments), _along(column_segments))
             shown = jnp.where(mask, bits, HIDDEN)
         weights = jnp.exp2(shown - lse[:, None])
-        scores = rule.slope(bits, weights * (_inner(dot, change, v) - delta[:, None]))
+        scores = rule.slope(bits, weights * (_inner(dot, d_out, v) - delta[:, None]))
         return dq + dot(scores.astype(k_ref.dtype), k.whole(), (1, 0))
 
     shape = (tile.queries, q_ref.shape[-1])
@@ -236,7 +236,7 @@ def _dkv_kernel(
     v_ref: Any,
     q_segments_ref: Any,
     k_segments_ref: Any,
-    change_ref: Any,
+    d_out_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
     dk_ref: Any,
@@ -262,7 +262,7 @@ def _dkv_kernel(
             rows = first + jnp.arange(tile.queries)
             here = pl.ds(first, tile.queries)
             q = _Rows(q_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
-            change = _Rows(change_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
+            d_out = _Rows(d_out_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
             lse = plgpu.load(lse_ref.at[g, here], mask=rows < rule.queries, other=EMPTY) * LOG2_E
             delta = plgpu.load(delta_ref.at[g, here], mask=rows < rule.queries, other=0.0)
             # Scores are [keys, queries], so the matmuls with change and q below need no transpose.
@@ -273,8 +273,8 @@ def _dkv_kernel(
                 mask = rule.visible(rows[None, :], columns[:, None], _along(row_segments), _down(column_segments))
                 shown = jnp.where(mask, bits, HIDDEN)
             weights = jnp.exp2(shown - lse[None, :])
-            dv += dot(weights.astype(change_ref.dtype), change.whole(), (1, 0))
-            scores = rule.slope(bits, weights * (_inner(dot, v, change) - delta[None, :]))
+            dv += dot(weights.astype(d_out_ref.dtype), d_out.whole(), (1, 0))
+            scores = rule.slope(bits, weights * (_inner(dot, v, d_out) - delta[None, :]))
             return dk + dot(scores.astype(q_ref.dtype), q.whole(), (1, 0)), dv
 
         return loop(spans, step, carry)
@@ -338,8 +338,8 @@ def _inner(dot: Callable[..., Array], a: _Rows, b: _Rows) -> Float[Array, "a b"]
     if not a.depth:
         return dot(a.whole(), b.whole(), (1, 1))
 
-    def add(index: Index, total: Array) -> Array:
-        return total + dot(a.part(index), b.part(index), (1, 1))
+    def add(index: Index, acc: Array) -> Array:
+        return acc + dot(a.part(index), b.part(index), (1, 1))
 
     # Not unrolled: the compiler would prefetch all chunks and keep them in registers at once.
     return lax.fori_loop(0, pl.cdiv(a.head_dim, a.depth), add, jnp.zeros((a.count, b.count), jnp.float32))

@@ -10,7 +10,7 @@ Bill = Callable[[int, int], Ledger]
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class Admission:
     """Result of an admission check: required and available bytes, and the largest batch and context that fit.
 
     Attributes:
@@ -51,7 +51,7 @@ class Room:
         return f"does not fit: {numbers}, {format_bytes(-self.margin)} too much; {largest}"
 
 
-def room(bill: Bill, batch: int, context: int, has: int) -> Room:
+def room(bill: Bill, batch: int, context: int, has: int) -> Admission:
     """Checks if `batch` sequences of `context` tokens fit in `has` bytes and finds the largest that do.
 
     Args:
@@ -64,7 +64,7 @@ def room(bill: Bill, batch: int, context: int, has: int) -> Room:
     def fits(sequences: int, tokens: int) -> bool:
         return bill(sequences, tokens).peak_bytes <= has
 
-    return Room(
+    return Admission(
         needs=bill(batch, context).peak_bytes,
         has=has,
         batch=batch,

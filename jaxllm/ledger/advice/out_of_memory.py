@@ -26,7 +26,7 @@ _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "YNNPACK operation failed")
 _ROWS = 5  # number of rows that a message lists
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_oom(error: BaseException) -> bool:
     """Returns True if an exception is an out-of-memory error of the device or the host."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return any(sign in str(error) for sign in _SIGNS)
@@ -43,7 +43,7 @@ def explained(explain: Callable[[BaseException], str]) -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not is_shortage(error):
+        if not is_oom(error):
             raise
         raise RunError(explain(error)) from error
 
@@ -63,12 +63,12 @@ def told(error: BaseException) -> str:
     return attached.refusal(text, 0.0).refused if _SIGNS[0] in text else " ".join(text.split())[:200]
 
 
-def message(doing: str, error: BaseException, ledger: Ledger, held_by_others: Figure, *more: str) -> str:
+def message(doing: str, error: BaseException, ledger: Ledger, used_by_others: Figure, *more: str) -> str:
     """Formats the out-of-memory message.
 
     Args:
       doing: When memory ran out: `in step 3`.
-      error: Exception for which `is_shortage` is true.
+      error: Exception for which `is_oom` is true.
       ledger: Ledger of the task, with the memory that was available to it as capacity.
       held_by_others: Bytes on the device that are not arrays of this process.
       more: Last lines of the message: the change that would fit, the checkpoint.
@@ -83,6 +83,6 @@ def message(doing: str, error: BaseException, ledger: Ledger, held_by_others: Fi
     if not isinstance(by_compiler, Unknown):
         lines.append(f"the compiler's own figure: {format_bytes(by_compiler)}")
     lines.append(f"largest rows: {largest_rows(ledger)}")
-    why = f" ({held_by_others.why})" if isinstance(held_by_others, Unknown) else ""
-    lines.append(f"held by others on the device: {format_bytes(held_by_others)}{why}")
+    why = f" ({used_by_others.why})" if isinstance(used_by_others, Unknown) else ""
+    lines.append(f"held by others on the device: {format_bytes(used_by_others)}{why}")
     return "\n  ".join((*lines, *more))

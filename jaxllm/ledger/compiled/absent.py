@@ -29,7 +29,7 @@ from jaxllm.hardware import detect
 from jaxllm.hardware.compile_targets import Target
 from jaxllm.ledger.compiled import attached, tpu_report
 from jaxllm.ledger.compiled.attached import Inspection
-from jaxllm.ledger.compiled.task_programs import Sampling, programs_of
+from jaxllm.ledger.compiled.task_programs import SamplingSpec, programs_of
 from jaxllm.parallel import mesh
 from jaxllm.programs import Program
 
@@ -114,7 +114,7 @@ def abstract_mesh(config: Config) -> AbstractMesh:
     return AbstractMesh(tuple(mesh.sizes(config.mesh).values()), mesh.AXES, axis_types=kinds)
 
 
-def inspect(config: Config, name: str, count: int, sampling: Sampling | None = None) -> dict[str, Inspection]:
+def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None = None) -> dict[str, Inspection]:
     """Compiles a task's programs for absent devices, in a child process, and returns one Inspection per program.
 
     Args:
@@ -162,7 +162,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         model = architectures.resolve_config(config)
         device = detect.named(request["device"])
         target = require_compiler(device.name, device.compile_target)
-        sampling = Sampling(**request["sampling"]) if request["sampling"] else None
+        sampling = SamplingSpec(**request["sampling"]) if request["sampling"] else None
         if sampling is None and config.attention.implementation == "cudnn":
             raise UserError(
                 "config.attention.implementation is 'cudnn', which JAX compiles for devices that are there alone; "

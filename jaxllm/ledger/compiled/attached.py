@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from jaxllm.ledger.compiled import collectives as collectives_lib
-from jaxllm.ledger.compiled import hlo
-from jaxllm.ledger.compiled import matmuls as products_lib
+from jaxllm.ledger.compiled import hlo, matmuls
 from jaxllm.ledger.rows import Unknown, figure_from_json, figure_to_json
 
 # Fields for device memory. The host memory fields are separate and not included in them.
@@ -120,7 +119,7 @@ def inspect(
     try:
         module = hlo.parse(compiled.as_text() or "")
         collectives = collectives_lib.summary(collectives_lib.collectives(module))
-        products = dataclasses.asdict(products_lib.products(module))
+        products = dataclasses.asdict(matmuls.count_matmuls(module))
     except (ValueError, KeyError, IndexError) as error:  # HLO syntax that the parser does not support
         collectives = products = Unknown(f"the program's text cannot be read: {type(error).__name__}: {error}")
     return Inspection(figures_of(compiled), collectives, products, seconds)

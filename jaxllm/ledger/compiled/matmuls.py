@@ -31,7 +31,7 @@ _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
 
 @dataclasses.dataclass(frozen=True)
-class Products:
+class Matmuls:
     """FLOPs and run counts of a program's matmuls.
 
     Attributes:
@@ -47,7 +47,7 @@ class Products:
     unknown_loops: tuple[str, ...]
 
 
-def products(module: Module) -> Products:
+def count_matmuls(module: Module) -> Matmuls:
     """Counts the matmuls executed on one device, with all branches of conditionals."""
     flops = count = 0
     uncounted: collections.Counter[str] = collections.Counter()
@@ -64,7 +64,7 @@ def products(module: Module) -> Products:
             continue
         flops, count = flops + once * runs.times, count + runs.times
         unknown |= set(runs.unknown)
-    return Products(flops, count, dict(uncounted), tuple(sorted(unknown)))
+    return Matmuls(flops, count, dict(uncounted), tuple(sorted(unknown)))
 
 
 def _flops(computation: Computation, instruction: Instruction) -> int | None:

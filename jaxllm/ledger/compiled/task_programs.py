@@ -14,7 +14,7 @@ from jaxllm.step.precision import policy_for
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class SamplingSpec:
     """Sizes and cache format of inference on one device.
 
     Attributes:
@@ -33,7 +33,7 @@ class Sampling:
 
 
 def programs_of(
-    config: Config, model: Architecture, platform: str, over: Mesh | AbstractMesh, sampling: Sampling | None
+    config: Config, model: Architecture, platform: str, over: Mesh | AbstractMesh, sampling: SamplingSpec | None
 ) -> dict[str, Program]:
     """Returns the programs of a task by name: `train_step` for training, `prefill` and `decode` for sampling.
 
@@ -45,8 +45,8 @@ def programs_of(
       sampling: Sizes of a sampling run; None for training.
     """
     if sampling is None:
-        recipe = programs.make_recipe(config, model, platform)
-        return {"train_step": programs.train_step(config, recipe, over)}  # type: ignore[arg-type]
+        step_spec = programs.make_step_spec(config, model, platform)
+        return {"train_step": programs.train_step(config, step_spec, over)}  # type: ignore[arg-type]
     dtype = policy_for("auto", platform).compute
     how = (sampling.context, dtype, cache_dtype(sampling.cache, dtype), platform == "tpu")
     return {

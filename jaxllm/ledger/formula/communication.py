@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxllm.config import Architecture, Config
-from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.block_graph import block
 from jaxllm.ledger.formula.exact.layout import Layout
-from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 
 Op = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
@@ -62,74 +62,74 @@ def train_step(model: Architecture, config: Config, policy_name: str) -> tuple[T
     Raises:
       UserError: an array cannot be split as the mesh wants it.
     """
-    return transfers(setting_lib.make(model, config, policy_name, "gpu"))
+    return transfers(run_lib.make(model, config, policy_name, "gpu"))
 
 
-def transfers(setting: Setting) -> tuple[Transfer, ...]:
+def transfers(run: TrainingRun) -> tuple[Transfer, ...]:
     """The same of a setting, whatever its platform."""
-    made = (*_weights(setting), *_gradients(setting), *_activations(setting))
+    made = (*_weights(run), *_gradients(run), *_activations(run))
     return tuple(transfer for transfer in made if transfer.elements and transfer.devices > 1)
 
 
-def _transfer(setting: Setting, name: str, op: Op, axes: tuple[str, ...], elements: int, itemsize: int = 0) -> Transfer:
-    there = tuple(axis for axis in axes if setting.mesh[axis] > 1)
-    devices = math.prod(setting.mesh[axis] for axis in there)
-    return Transfer(name, op, there, devices, elements, itemsize or setting.compute)
+def _transfer(run: TrainingRun, name: str, op: Op, axes: tuple[str, ...], elements: int, itemsize: int = 0) -> Transfer:
+    there = tuple(axis for axis in axes if run.mesh[axis] > 1)
+    devices = math.prod(run.mesh[axis] for axis in there)
+    return Transfer(name, op, there, devices, elements, itemsize or run.compute)
 
 
-def padded(setting: Setting, *groups: str, trained: bool = False) -> int:
+def padded(run: TrainingRun, *groups: str, trained: bool = False) -> int:
     """Numbers of all arrays, or of those of some groups, put together from their shares over `data`, with padding.
 
     Args:
       trained: of those that are.
     """
-    return setting.total("share", *groups, trained=trained) * setting.mesh["data"]
+    return run.total("share", *groups, trained=trained) * run.mesh["data"]
 
 
-def _weights(setting: Setting) -> Iterator[Transfer]:
-    data, accumulate = ("data",), setting.config.train.accumulate
-    if setting.stage in (1, 2) and setting.mixed:
-        yield _transfer(setting, "weights, from masters", "all-gather", data, padded(setting, trained=True))
-    elif setting.stage in (1, 2):
+def _weights(run: TrainingRun) -> Iterator[Transfer]:
+    data, accumulate = ("data",), run.config.train.accumulate
+    if run.stage in (1, 2) and run.mixed:
+        yield _transfer(run, "weights, from masters", "all-gather", data, padded(run, trained=True))
+    elif run.stage in (1, 2):
         # What is updated in shares is put together at the end of the step, as it is stored.
-        count = padded(setting, trained=True)
-        yield _transfer(setting, "weights, updated", "all-gather", data, count, setting.store)
-    elif setting.stage == 3:
+        count = padded(run, trained=True)
+        yield _transfer(run, "weights, updated", "all-gather", data, count, run.store)
+    elif run.stage == 3:
         # Under `sqrt` a block of a group runs twice before its gradients are taken.
-        passes = 3 if setting.group_size > 1 else 2
+        passes = 3 if run.group_size > 1 else 2
         for name, groups, times in (
             ("layers, in each pass", ("layers",), passes * accumulate),
             ("layers after the loop, in each pass", ("tail",), 2 * accumulate),
             # XLA takes them out of the loop over micro-batches.
             ("embeddings, norm and head", ("embed", "final_norm", "head"), 1),
         ):
-            count = padded(setting, *groups) * times
-            yield _transfer(setting, f"weights: {name}", "all-gather", data, count)
+            count = padded(run, *groups) * times
+            yield _transfer(run, f"weights: {name}", "all-gather", data, count)
 
 
-def _gradients(setting: Setting) -> Iterator[Transfer]:
-    accumulate, stage = setting.config.train.accumulate, setting.stage
+def _gradients(run: TrainingRun) -> Iterator[Transfer]:
+    accumulate, stage = run.config.train.accumulate, run.stage
     # Sums over micro-batches are float32; stages 2 and 3 add up what is scattered already.
-    summed = FLOAT32 if setting.accumulates else setting.compute
+    summed = FLOAT32 if run.accumulates else run.compute
     if stage:
-        size = summed if stage == 1 else setting.compute
-        count = padded(setting, trained=True)
+        size = summed if stage == 1 else run.compute
+        count = padded(run, trained=True)
         # A tied table is looked up and multiplied with: two sums.
-        if stage >= 2 and not setting.layout.frozen and setting.model.tied_embeddings:
-            table = next(p for p in setting.parameters if p.name == "embed.tokens")
-            count += setting.per_device(table.share) * setting.mesh["data"]
+        if stage >= 2 and not run.layout.frozen and run.model.tied_embeddings:
+            table = next(p for p in run.parameters if p.name == "embed.tokens")
+            count += run.per_device(table.share) * run.mesh["data"]
         count *= accumulate if stage > 1 else 1
-        yield _transfer(setting, "gradients", "reduce-scatter", ("data",), count, size)
+        yield _transfer(run, "gradients", "reduce-scatter", ("data",), count, size)
     over = ("replica",) if stage else ("replica", "data")
 
-    split, whole = _split_over_tensor(setting.layout, stage > 0)
-    if setting.tensor == 1:
+    split, whole = _split_over_tensor(run.layout, stage > 0)
+    if run.tensor == 1:
         split, whole = split + whole, 0
     for name, count, axes in (
         ("gradients, summed", split, over),
         ("gradients that meet other tokens along tensor", whole, (*over, "tensor")),
     ):
-        yield _transfer(setting, name, "all-reduce", axes, count, summed)
+        yield _transfer(run, name, "all-reduce", axes, count, summed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,30 +149,30 @@ def _split_over_tensor(layout: Layout, shares: bool) -> tuple[int, int]:
     return split, whole
 
 
-def _activations(setting: Setting) -> Iterator[Transfer]:
+def _activations(run: TrainingRun) -> Iterator[Transfer]:
     """Over `tensor`: of a block's inputs and outputs; of embeddings and the last hidden states; of the loss."""
-    if setting.tensor == 1:
+    if run.tensor == 1:
         return
-    layers, accumulate, size = setting.model.layers, setting.config.train.accumulate, setting.group_size
-    one, width = block(setting), setting.tokens * setting.model.width
-    again = one.made_again(setting.remat.kept)
+    layers, accumulate, size = run.model.layers, run.config.train.accumulate, run.group_size
+    one, width = block(run), run.tokens * run.model.width
+    again = one.made_again(run.remat.kept)
     gathers = sum(value.moved for name, value in again.items() if name.endswith("inputs")) * layers
     scatters = sum(value.moved for name, value in again.items() if not name.endswith("inputs")) * layers
-    grouped = setting.model.repeats * len(setting.model.pattern) if size > 1 else 0
+    grouped = run.model.repeats * len(run.model.pattern) if size > 1 else 0
     if grouped:  # and once more as a part of its group
         gathers, scatters = gathers + 2 * width * grouped, scatters + 2 * width * grouped
     both = 2 * width * layers + width
     tensor = ("tensor",)
-    yield _transfer(setting, "activations, forward", "all-gather", tensor, both * accumulate)
-    yield _transfer(setting, "activations, forward", "reduce-scatter", tensor, both * accumulate)
-    yield _transfer(setting, "activations, recomputed", "all-gather", tensor, gathers * accumulate)
-    yield _transfer(setting, "activations, recomputed", "reduce-scatter", tensor, scatters * accumulate)
-    yield _transfer(setting, "gradients of activations", "all-gather", tensor, both * accumulate)
-    yield _transfer(setting, "gradients of activations", "reduce-scatter", tensor, both * accumulate)
-    if setting.model.qk_norm and setting.model.qk_norm_over == "projection":
+    yield _transfer(run, "activations, forward", "all-gather", tensor, both * accumulate)
+    yield _transfer(run, "activations, forward", "reduce-scatter", tensor, both * accumulate)
+    yield _transfer(run, "activations, recomputed", "all-gather", tensor, gathers * accumulate)
+    yield _transfer(run, "activations, recomputed", "reduce-scatter", tensor, scatters * accumulate)
+    yield _transfer(run, "gradients of activations", "all-gather", tensor, both * accumulate)
+    yield _transfer(run, "gradients of activations", "reduce-scatter", tensor, both * accumulate)
+    if run.model.qk_norm and run.model.qk_norm_over == "projection":
         # Of queries and of keys, a number a token: forward, again for the backward pass, and the gradient of each.
-        sums = 2 * setting.tokens * (3 * layers + grouped)
+        sums = 2 * run.tokens * (3 * layers + grouped)
         name = "sums of squares of queries and keys"
-        yield _transfer(setting, name, "all-reduce", tensor, sums * accumulate, FLOAT32)
+        yield _transfer(run, name, "all-reduce", tensor, sums * accumulate, FLOAT32)
     # The highest logit of each token, their sum and the target's.
-    yield _transfer(setting, "loss", "all-reduce", tensor, 3 * setting.step_tokens, FLOAT32)
+    yield _transfer(run, "loss", "all-reduce", tensor, 3 * run.step_tokens, FLOAT32)

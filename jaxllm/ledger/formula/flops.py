@@ -22,12 +22,12 @@ from collections.abc import Mapping
 
 from jaxllm.config import Architecture, Config, LoraConfig
 from jaxllm.ledger.formula.exact import formats
-from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.activations import head_numbers
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, Block, block, kinds, visible_pairs
 from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora
-from jaxllm.ledger.formula.exact.optimizer_slots import numbers_held
-from jaxllm.ledger.formula.exact.run import FLOAT32, Layout, Setting
+from jaxllm.ledger.formula.exact.optimizer_slots import elements_held
+from jaxllm.ledger.formula.exact.run import FLOAT32, Layout, TrainingRun
 from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, cache_slots, param_specs
@@ -116,10 +116,10 @@ def train_step(model: Architecture, config: Config, policy_name: str, platform: 
     Args:
       platform: cpu | gpu | tpu.
     """
-    return step(setting_lib.make(model, config, policy_name, platform))
+    return step(run_lib.make(model, config, policy_name, platform))
 
 
-def step(setting: Setting) -> Work:
+def step(run: TrainingRun) -> Work:
     """One update on one device.
 
     Each product has two in the backward pass, one for each of its factors; one with a frozen weight has one. What a
@@ -133,28 +133,28 @@ def step(setting: Setting) -> Work:
     written and read; activations as `_activation_bytes` says; the logits and their gradient written and read; and by
     the optimizer, gradients and weights read, weights written, and its slots read and written.
     """
-    accumulate = setting.config.train.accumulate
-    forward = setting.model.layers * block(setting).flops + head_flops(setting)
-    again = recomputed_flops(setting)
-    scores = setting.model.layers * block(setting).flops_of_scores
-    frozen = setting.model.layers * block(setting).frozen_flops
-    if setting.layout.frozen:
-        frozen += head_flops(setting)
+    accumulate = run.config.train.accumulate
+    forward = run.model.layers * block(run).flops + head_flops(run)
+    again = recomputed_flops(run)
+    scores = run.model.layers * block(run).flops_of_scores
+    frozen = run.model.layers * block(run).frozen_flops
+    if run.layout.frozen:
+        frozen += head_flops(run)
     flops = {"forward": forward, "backward": 2 * forward - frozen, "recomputation": again + scores}
     executed = {part: accumulate * count for part, count in flops.items()}
-    whole, updated = setting.total("computing"), setting.total("moment", trained=True)
-    trained = setting.total("computing", trained=True)
-    logits = setting.step_tokens * head_numbers(setting) // setting.model.width
-    casts = trained * (setting.store + setting.compute) if setting.mixed else 0
+    whole, updated = run.total("computing"), run.total("moment", trained=True)
+    trained = run.total("computing", trained=True)
+    logits = run.step_tokens * head_numbers(run) // run.model.width
+    casts = trained * (run.store + run.compute) if run.mixed else 0
     moved = {
-        "weights": accumulate * whole * setting.compute * (3 if again else 2) + casts,
-        "gradients": accumulate * trained * (2 * setting.compute + 2 * FLOAT32 * setting.accumulates),
-        "activations": accumulate * _activation_bytes(setting),
+        "weights": accumulate * whole * run.compute * (3 if again else 2) + casts,
+        "gradients": accumulate * trained * (2 * run.compute + 2 * FLOAT32 * run.accumulates),
+        "activations": accumulate * _activation_bytes(run),
         "logits": 4 * logits * FLOAT32,
-        "optimizer": updated * (setting.compute + 2 * setting.store) + 2 * numbers_held(setting) * setting.moment,
+        "optimizer": updated * (run.compute + 2 * run.store) + 2 * elements_held(run) * run.moment,
     }
-    executed["optimizer"] = _optimizer_flops(setting.config.optimizer.name, setting.layout)
-    return Work(executed, moved, setting.step_tokens)
+    executed["optimizer"] = _optimizer_flops(run.config.optimizer.name, run.layout)
+    return Work(executed, moved, run.step_tokens)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,31 +184,31 @@ def _counts_matrices(spec: ParamSpec, dimension: int) -> bool:
     return axis == "layers" or (axis == "experts" and dimension < min(spec.fan_in))
 
 
-def head_flops(setting: Setting) -> int:
+def head_flops(run: TrainingRun) -> int:
     """Of the logits of one micro-batch on one device."""
-    return 2 * setting.tokens * head_numbers(setting)
+    return 2 * run.tokens * head_numbers(run)
 
 
-def grouped_layers(setting: Setting) -> int:
+def grouped_layers(run: TrainingRun) -> int:
     """Layers in the groups of `sqrt`, which run once more as a whole: a loop, out of which nothing is left."""
-    return setting.model.repeats * len(setting.model.pattern) if setting.group_size > 1 else 0
+    return run.model.repeats * len(run.model.pattern) if run.group_size > 1 else 0
 
 
-def recomputed_flops(setting: Setting) -> int:
+def recomputed_flops(run: TrainingRun) -> int:
     """Executed a second time for the backward pass of one micro-batch, on one device."""
-    one = block(setting)
-    return setting.model.layers * one.flops_again(setting.remat.kept) + grouped_layers(setting) * one.flops
+    one = block(run)
+    return run.model.layers * one.flops_again(run.remat.kept) + grouped_layers(run) * one.flops
 
 
-def _activation_bytes(setting: Setting) -> int:
+def _activation_bytes(run: TrainingRun) -> int:
     """Of the blocks of one micro-batch: what a block computes is written and read once whenever it is computed, and so
     are its gradients; the backward pass reads what it needs of it. A value that several need is read once, and no
     value is fused away."""
-    one = block(setting)
+    one = block(run)
     values = _block_bytes(one)
-    again = sum(value.bytes for value in one.made_again(setting.remat.kept).values())
+    again = sum(value.bytes for value in one.made_again(run.remat.kept).values())
     read = sum(one.values[name].bytes for name in {BLOCK_INPUT, *one.read})
-    return setting.model.layers * (4 * values + 2 * again + read) + grouped_layers(setting) * 2 * values
+    return run.model.layers * (4 * values + 2 * again + read) + grouped_layers(run) * 2 * values
 
 
 def _block_bytes(one: Block) -> int:

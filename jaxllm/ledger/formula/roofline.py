@@ -20,8 +20,8 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula import communication, flops
 from jaxllm.ledger.formula.communication import Transfer
 from jaxllm.ledger.formula.exact.block_graph import block
-from jaxllm.ledger.formula.exact.optimizer_slots import numbers_held
-from jaxllm.ledger.formula.exact.run import Setting
+from jaxllm.ledger.formula.exact.optimizer_slots import elements_held
+from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.flops import EXECUTED, Work
 from jaxllm.ledger.rows import Unknown, figure_to_json
 
@@ -69,7 +69,7 @@ class Roofline:
         }
 
 
-def train_step(setting: Setting, device: Device) -> Roofline:
+def train_step(run: TrainingRun, device: Device) -> Roofline:
     """One update on one of `setting.devices` of a kind: 8 GPUs to a host, and TPUs in one slice while there are any.
 
     Raises:
@@ -77,19 +77,19 @@ def train_step(setting: Setting, device: Device) -> Roofline:
     """
     sent = 0.0
     missing = ""
-    for transfer in communication.transfers(setting):
-        rate = ring_rate(transfer, setting.mesh, device)
+    for transfer in communication.transfers(run):
+        rate = ring_rate(transfer, run.mesh, device)
         if rate is None:
             missing = f"the rate between {'hosts' if device.interconnect else 'devices'} of {device.name}"
         else:
             sent += transfer.ring_bytes / rate
-    link = 0 if device.platform == "cpu" else host_link_bytes(setting)  # a CPU's memory is its host's
+    link = 0 if device.platform == "cpu" else host_link_bytes(run)  # a CPU's memory is its host's
     seconds = {INTERCONNECT: sent} if sent and not missing else {}
     if link and device.host_link:
         seconds[HOST_LINK] = link / device.host_link
     elif link:
         missing = f"the rate between {device.name} and its host"
-    return _roofline(flops.step(setting), device, _DTYPES[setting.policy], seconds, missing)
+    return _roofline(flops.step(run), device, _DTYPES[run.policy], seconds, missing)
 
 
 def prefill(
@@ -132,10 +132,10 @@ def ring_rate(transfer: Transfer, mesh: dict[str, int], device: Device) -> float
     """Bytes/s that each device can send in a transfer; None where that is not known.
 
     The last axis of the mesh is innermost, so that its devices are next to each other (`parallel.mesh.make_mesh`). A
-    ring within `device.island` devices runs at the interconnect's rate. One that goes further has as many rings side
-    by side as it has devices in each island, each through another network card.
+    ring within `device.link_domain` devices runs at the interconnect's rate. A larger one has as many rings side by side
+    as it has devices in each link domain, each through another network card.
     """
-    inside = _members_inside(transfer.axes, mesh, device.island)
+    inside = _members_inside(transfer.axes, mesh, device.link_domain)
     if inside == transfer.devices:
         return device.interconnect
     if device.network is None or (inside > 1 and device.interconnect is None):
@@ -144,33 +144,33 @@ def ring_rate(transfer: Transfer, mesh: dict[str, int], device: Device) -> float
     return across if inside == 1 or device.interconnect is None else min(device.interconnect, across)
 
 
-def _members_inside(axes: Sequence[str], mesh: dict[str, int], island: int) -> int:
-    """Of the devices along some axes that communicate with one another, those that are in one island."""
-    if math.prod(mesh.values()) <= island:
+def _members_inside(axes: Sequence[str], mesh: dict[str, int], link_domain: int) -> int:
+    """Of the devices along some axes that communicate with one another, those that are in one link domain."""
+    if math.prod(mesh.values()) <= link_domain:
         return math.prod(mesh[axis] for axis in axes)
     inside, stride = 1, 1
     for axis, size in reversed(mesh.items()):
-        if axis in axes and stride < island:
-            # Rings that do not fill islands evenly are set by the island with the fewest of their devices.
-            inside *= math.gcd(size, island // stride)
+        if axis in axes and stride < link_domain:
+            # Rings that do not fill link domains evenly are set by the domain with the fewest of their devices.
+            inside *= math.gcd(size, link_domain // stride)
         stride *= size
     return inside
 
 
-def host_link_bytes(setting: Setting) -> int:
+def host_link_bytes(run: TrainingRun) -> int:
     """Bytes of one step between one device and its host, in the busier direction.
 
     What the optimizer keeps in host memory comes in and goes back once an update; activations that are offloaded go
     out in the forward pass of each micro-batch, and come in for its backward pass.
     """
-    return sum(_offloaded(setting))
+    return sum(_offloaded(run))
 
 
-def _offloaded(setting: Setting) -> Iterator[int]:
-    if setting.config.optimizer.offload != "none":
-        yield numbers_held(setting) * setting.moment
-    if setting.config.optimizer.offload == "all":
-        yield setting.total("weight", trained=True) * setting.store
-    if setting.remat.kind == "offload":
-        kept = sum(block(setting).kept(setting.remat.kept).values())
-        yield setting.config.train.accumulate * setting.model.layers * kept
+def _offloaded(run: TrainingRun) -> Iterator[int]:
+    if run.config.optimizer.offload != "none":
+        yield elements_held(run) * run.moment
+    if run.config.optimizer.offload == "all":
+        yield run.total("weight", trained=True) * run.store
+    if run.remat.kind == "offload":
+        kept = sum(block(run).kept(run.remat.kept).values())
+        yield run.config.train.accumulate * run.model.layers * kept

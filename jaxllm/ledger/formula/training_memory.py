@@ -11,7 +11,7 @@ Only the configuration, the specs and the mesh's rules are read, never the model
 import jax
 
 from jaxllm.config import Architecture, Config
-from jaxllm.ledger.formula.exact import run as setting_lib
+from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.state import state_rows
 from jaxllm.ledger.formula.fitted.train.step import step_rows
 from jaxllm.ledger.rows import HOST, Ledger, Row
@@ -32,19 +32,19 @@ def training(model: Architecture, config: Config, policy_name: str, platform: st
     Raises:
       UserError: an array cannot be split as the mesh wants it, or attention not be computed as the configuration says.
     """
-    setting = setting_lib.make(model, config, policy_name, platform)
-    made = (*state_rows(setting), *step_rows(setting))
-    parameters = sum(parameter.spec.size for parameter in setting.parameters)
-    trained = sum(parameter.spec.size for parameter in setting.trained)
+    run = run_lib.make(model, config, policy_name, platform)
+    made = (*state_rows(run), *step_rows(run))
+    parameters = sum(parameter.spec.size for parameter in run.parameters)
+    trained = sum(parameter.spec.size for parameter in run.trained)
     return Ledger(
         "train",
         config.model.name,
         parameters,
         "",
-        setting.devices,
+        run.devices,
         tuple(_device_then_host(made)),
         trained=trained,
-        attention=setting.attention.line,
+        attention=run.attention.line,
     )
 
 

@@ -10,7 +10,7 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger import bill
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.advice import out_of_memory
-from jaxllm.ledger.advice.admission import Room, room
+from jaxllm.ledger.advice.admission import Admission, room
 from jaxllm.ledger.bill import AUTO
 from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Figure, Ledger, Unknown, format_bytes
@@ -43,8 +43,8 @@ class SamplingBill:
         cache: str | None = AUTO,
     ):
         self._device = device or detect.this_machine()
-        self._held = device_lib.held_by_others() if held is None else held
-        available = device_lib.left_for_us(self._device, self._held)
+        self._held = device_lib.used_by_others() if held is None else held
+        available = device_lib.available_to_task(self._device, self._held)
 
         def billed(batch: int, context: int) -> Ledger:
             what = (name, model, self._device, batch, context, min(chunk, context))
@@ -68,7 +68,7 @@ class SamplingBill:
             told[-1] += f", of which others hold {format_bytes(self._held)} more"
         return told
 
-    def room(self) -> Room | Unknown:
+    def room(self) -> Admission | Unknown:
         """Returns the admission result, or Unknown if the capacity is unknown."""
         has = self.ledger.capacity_bytes
         return has if isinstance(has, Unknown) else room(self._billed, self._batch, self._context, has)
@@ -102,7 +102,7 @@ class SamplingBill:
             parts.append(f"{phase} peak {format_bytes(formula)}, compiled {format_bytes(peak)}{off}")
         return [f"ledger: measured: {'; '.join(parts)}"]
 
-    def explain_shortage(self, doing: str, error: BaseException) -> str:
+    def oom_message(self, doing: str, error: BaseException) -> str:
         """Returns the out-of-memory message, with the largest batch or context that would fit.
 
         Args:
@@ -115,4 +115,4 @@ class SamplingBill:
         # The formulas may have predicted a fit and been wrong, so a suggestion must need clearly less.
         has = int(0.8 * peak) if isinstance(available, Unknown) else min(int(0.8 * peak), available)
         change = str(room(self._billed, self._batch, self._context, has)).rpartition("; ")[2]
-        return out_of_memory.message(doing, error, ledger, device_lib.held_by_others(), change)
+        return out_of_memory.message(doing, error, ledger, device_lib.used_by_others(), change)

@@ -38,9 +38,9 @@ class TrainingBill:
         self._config, self._model = config, model
         self._check, self._console = config.ledger.check, console
         self._device = detect.this_machine()
-        self._held = device_lib.held_by_others()
+        self._held = device_lib.used_by_others()
         ledger = bill.training(config, model, self._device)
-        available = device_lib.left_for_us(self._device, self._held, ledger.count)
+        available = device_lib.available_to_task(self._device, self._held, ledger.count)
         self._ledger = dataclasses.replace(ledger, capacity_bytes=available)
         self.model_flops_per_token = flops.model_flops_per_token(model, config.data.sequence_length, lora_of(config))
         dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
@@ -91,7 +91,7 @@ class TrainingBill:
         strict = self._check == "strict"
         return f"config.ledger.check is strict and the ledger is wrong: {'; '.join(faults)}" if strict else ""
 
-    def explain_shortage(self, doing: str, error: BaseException, *more: str) -> str:
+    def oom_message(self, doing: str, error: BaseException, *more: str) -> str:
         """Returns the out-of-memory message, with a change that would fit.
 
         Args:
@@ -106,7 +106,7 @@ class TrainingBill:
         room = int(_ENOUGH_LESS * peak)
         change = self._change(room if isinstance(capacity, Unknown) else min(room, capacity))
         ledger = dataclasses.replace(self._ledger, capacity_bytes=capacity)
-        return out_of_memory.message(doing, error, ledger, device_lib.held_by_others(), change, *more)
+        return out_of_memory.message(doing, error, ledger, device_lib.used_by_others(), change, *more)
 
     def _change(self, available: int) -> str:
         found = remedy.remedy(self._config, self._model, self._device, available)

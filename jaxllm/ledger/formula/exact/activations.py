@@ -10,50 +10,50 @@ from collections.abc import Iterator
 
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
-from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.rows import Row
 
 _INT32 = 4
 _BOOL = 1
 
 
-def kept_tags(setting: Setting) -> tuple[str, ...]:
+def kept_tags(run: TrainingRun) -> tuple[str, ...]:
     """Tags that wait through the whole backward pass; under `sqrt` those of blocks that are in no group."""
-    return setting.remat.kept
+    return run.remat.kept
 
 
-def rows_between_passes(setting: Setting, phase: str) -> Iterator[Row]:
+def rows_between_passes(run: TrainingRun, phase: str) -> Iterator[Row]:
     """A row for each tag, those in host memory too, and one for everything that is outside the blocks."""
-    layers, remat, size = setting.model.layers, setting.remat, setting.group_size
-    one = block(setting)
-    grouped = setting.model.repeats * len(setting.model.pattern) if size > 1 else 0
-    inputs = layers - grouped + setting.model.repeats // size * (size > 1)
+    layers, remat, size = run.model.layers, run.remat, run.group_size
+    one = block(run)
+    grouped = run.model.repeats * len(run.model.pattern) if size > 1 else 0
+    inputs = layers - grouped + run.model.repeats // size * (size > 1)
     bytes_each = one.values[BLOCK_INPUT].bytes
     formula = f"{inputs} {'inputs' if grouped else 'layers'} × {bytes_each:,} B"
-    if one.keeps_input(kept_tags(setting)) or grouped:
+    if one.keeps_input(kept_tags(run)) or grouped:
         yield rows.row(BLOCK_INPUT, "activations", phase, formula, inputs * bytes_each)
-    for tag, each in one.kept(kept_tags(setting)).items():
+    for tag, each in one.kept(kept_tags(run)).items():
         where = rows.HOST if remat.kind == "offload" else phase
         count = layers - grouped
         if count and not (where == rows.HOST and phase != rows.BOUNDARY):
             yield rows.row(tag, "activations", where, f"{count} layers × {each:,} B", count * each)
-    for name, per_token, tokens in _outside(setting, phase):
+    for name, per_token, tokens in _outside(run, phase):
         yield rows.row(name, "activations", phase, f"{tokens:,} tokens × {per_token:,} B", tokens * per_token)
-    if setting.model.experts:
+    if run.model.experts:
         yield rows.row("tokens counted", "activations", phase, "4 B", FLOAT32)
 
 
-def _outside(setting: Setting, phase: str) -> Iterator[tuple[str, int, int]]:
+def _outside(run: TrainingRun, phase: str) -> Iterator[tuple[str, int, int]]:
     """(name, bytes a token, tokens)."""
-    model, tokens, own = setting.model, setting.tokens, setting.tokens // setting.tensor
+    model, tokens, own = run.model, run.tokens, run.tokens // run.tensor
     D = model.width
-    frozen = bool(setting.layout.frozen)  # embeddings too: nothing of their lookup is read again
+    frozen = bool(run.layout.frozen)  # embeddings too: nothing of their lookup is read again
     if frozen:
         pass
-    elif setting.tensor == 1:
+    elif run.tensor == 1:
         yield "token ids", _INT32, tokens
     else:  # beside the ids: which of them are this device's words
-        yield "token ids and whose they are", _INT32 + setting.compute, tokens
+        yield "token ids and whose they are", _INT32 + run.compute, tokens
     if model.positions == "learned" and frozen:
         pass
     elif model.positions == "learned":
@@ -69,22 +69,22 @@ def _outside(setting: Setting, phase: str) -> Iterator[tuple[str, int, int]]:
         yield "final norm", (2 if frozen else 3) * D * FLOAT32 + 2 * FLOAT32, own
 
 
-def loss_gradients(setting: Setting) -> int:
+def loss_gradients(run: TrainingRun) -> int:
     """Numbers of the gradients that the loss takes on the way: of its inputs and of the head."""
-    return setting.tokens * setting.model.width + head_gradient_numbers(setting)
+    return run.tokens * run.model.width + head_gradient_numbers(run)
 
 
-def head_gradient_numbers(setting: Setting) -> int:
+def head_gradient_numbers(run: TrainingRun) -> int:
     """Numbers of the gradient of the table that makes logits; 0 where it is frozen."""
-    return 0 if setting.layout.frozen else head_numbers(setting)
+    return 0 if run.layout.frozen else head_numbers(run)
 
 
-def head_table(setting: Setting) -> Parameter:
+def head_table(run: TrainingRun) -> Parameter:
     """The table that makes logits: the head, or the embeddings where they are tied."""
-    name = "embed.tokens" if setting.model.tied_embeddings else "head"
-    return next(parameter for parameter in setting.parameters if parameter.name == name)
+    name = "embed.tokens" if run.model.tied_embeddings else "head"
+    return next(parameter for parameter in run.parameters if parameter.name == name)
 
 
-def head_numbers(setting: Setting) -> int:
+def head_numbers(run: TrainingRun) -> int:
     """Of that table, as a device computes with it."""
-    return setting.computing(head_table(setting))
+    return run.computing(head_table(run))

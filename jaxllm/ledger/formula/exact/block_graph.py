@@ -46,7 +46,7 @@ from collections.abc import Mapping
 from jaxllm.config import Architecture
 from jaxllm.config.remat import TAGS
 from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora
-from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 
 BLOCK_INPUT = "block_input"
 
@@ -157,14 +157,12 @@ class Block:
         return sum(value.frozen for value in self.values.values())
 
 
-def block(setting: Setting) -> Block:
+def block(run: TrainingRun) -> Block:
     """The block of a run's model; all layers are alike to it, windows and all."""
-    attention = setting.attention.implementation
+    attention = run.attention.implementation
     if attention == "xla":
-        attention = "chunked" if setting.config.train.attention_chunk else "whole"
-    return _block(
-        setting.model, setting.tokens, setting.length, setting.tensor, setting.compute, attention, setting.lora
-    )
+        attention = "chunked" if run.config.train.attention_chunk else "whole"
+    return _block(run.model, run.tokens, run.length, run.tensor, run.compute, attention, run.lora)
 
 
 def visible_pairs(model: Architecture, kind: str, length: int) -> int:

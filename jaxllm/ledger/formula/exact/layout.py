@@ -88,7 +88,7 @@ class Layout:
     def _numbers(self) -> dict[int, int]:
         """A placement's id -> numbers on a device."""
         placements = (place for p in self.parameters for place in (p.weight, p.moment, p.share))
-        return {id(place): place.numbers_per_device(self.mesh) for place in placements}
+        return {id(place): place.elements_per_device(self.mesh) for place in placements}
 
     @functools.cached_property
     def _computing(self) -> dict[int, int]:
@@ -106,7 +106,7 @@ class Layout:
 
     def per_device(self, placement: Placement) -> int:
         count = self._numbers.get(id(placement))
-        return placement.numbers_per_device(self.mesh) if count is None else count
+        return placement.elements_per_device(self.mesh) if count is None else count
 
     def computing(self, parameter: Parameter) -> int:
         count = self._computing.get(id(parameter.share))

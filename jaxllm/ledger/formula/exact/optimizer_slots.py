@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.layout import Layout, Parameter
-from jaxllm.ledger.formula.exact.run import Setting
+from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.exact.shard_sizes import Count, Share, count, without_padding
 from jaxllm.ledger.rows import Row
 from jaxllm.model.specs import ParamSpec
@@ -77,13 +77,13 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 _COUNTER_BYTES = {"sgd": 0, "momentum": 0, "adam": 4, "adamw": 4, "lion": 4, "adafactor": 4, "muon": 4 + 4 + 3 * 4}
 
 
-def held(slot: Slot, parameter: Parameter, setting: Setting) -> tuple[int, int]:
+def held(slot: Slot, parameter: Parameter, run: TrainingRun) -> tuple[int, int]:
     """Numbers of a slot on one device: (of the model, of padding beside them).
 
     A moment that has its parameter's shape is split as ZeRO splits moments. A factored one, or the placeholder of
     one, is whole on every device.
     """
-    return _held(setting.config.optimizer.name, setting.layout)[slot.name, parameter.name]
+    return _held(run.config.optimizer.name, run.layout)[slot.name, parameter.name]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,17 +133,17 @@ def _counted(name: str, layout: Layout) -> list[tuple[str, Count, int]]:
     return counted
 
 
-def numbers_held(setting: Setting) -> int:
+def elements_held(run: TrainingRun) -> int:
     """Of all slots on one device, padding included."""
-    return sum(own + padding for _, own, padding in _counted(setting.config.optimizer.name, setting.layout))
+    return sum(own + padding for _, own, padding in _counted(run.config.optimizer.name, run.layout))
 
 
-def slot_rows(setting: Setting) -> list[Row]:
+def slot_rows(run: TrainingRun) -> list[Row]:
     """A row a slot, one for padding, and one for the counters beside them; moments may be in host memory."""
-    optimizer = setting.config.optimizer
+    optimizer = run.config.optimizer
     phase = rows.HOST if optimizer.offload != "none" else rows.PERSISTENT
-    made, padding, size = [], 0, setting.moment
-    for name, own, beside in _counted(optimizer.name, setting.layout):
+    made, padding, size = [], 0, run.moment
+    for name, own, beside in _counted(optimizer.name, run.layout):
         padding += beside
         made.append(rows.numbers(name, "optimizer", phase, own, size))
     if padding:

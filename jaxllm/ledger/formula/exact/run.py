@@ -29,7 +29,7 @@ _MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class TrainingRun:
     """One training run.
 
     Attributes:
@@ -151,7 +151,7 @@ def lora_of(config: Config) -> Lora:
     return (config.lora.rank, config.lora.targets) if config.lora.rank else NO_LORA
 
 
-def make(model: Architecture, config: Config, policy: str, platform: str) -> Setting:
+def make(model: Architecture, config: Config, policy: str, platform: str) -> TrainingRun:
     """The setting of a run.
 
     Args:
@@ -173,7 +173,7 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Set
         lora_of(config),
     )
     validate.check_update(config.optimizer, policy, mixed, layout.stored)
-    return Setting(
+    return TrainingRun(
         model=model,
         config=config,
         policy=policy,

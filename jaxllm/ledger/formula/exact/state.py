@@ -6,7 +6,7 @@ from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact import tpu_tiles
 from jaxllm.ledger.formula.exact.layout import Layout
 from jaxllm.ledger.formula.exact.optimizer_slots import slot_rows
-from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.exact.shard_sizes import Count, without_padding
 from jaxllm.ledger.rows import Row
 
@@ -17,32 +17,32 @@ _LOSS_SCALE_BYTES = 4 + 4
 FROZEN = "frozen weights"
 
 
-def state_rows(setting: Setting) -> list[Row]:
+def state_rows(run: TrainingRun) -> list[Row]:
     """Rows of the persistent phase, and those of the same arrays where they are in host memory.
 
     Stored weights are float32 masters of 16-bit ones under mixed precision. ZeRO counts masters as optimizer state,
     so that stage 1 splits them; weights that compute as they are stored are split by stage 3 (Rajbhandari et al.
     2020, section 5).
     """
-    kind = "master weights" if setting.mixed else "weights"
-    phase = rows.HOST if setting.config.optimizer.offload == "all" else rows.PERSISTENT
-    own, padding = _stored(setting.layout, True)
-    frozen = setting.layout.frozen
+    kind = "master weights" if run.mixed else "weights"
+    phase = rows.HOST if run.config.optimizer.offload == "all" else rows.PERSISTENT
+    own, padding = _stored(run.layout, True)
+    frozen = run.layout.frozen
     name = "LoRA adapters" if frozen else kind
-    made = [rows.numbers(name, kind, phase, own, setting.store)]
+    made = [rows.numbers(name, kind, phase, own, run.store)]
     if padding:
-        made.append(rows.numbers(f"padding of {name}", kind, phase, padding, setting.store))
+        made.append(rows.numbers(f"padding of {name}", kind, phase, padding, run.store))
     if frozen:  # as they compute: no masters, no gradients, no moments
-        own, padding = _stored(setting.layout, False)
-        made.insert(0, rows.numbers(FROZEN, "weights", rows.PERSISTENT, own, setting.compute))
+        own, padding = _stored(run.layout, False)
+        made.insert(0, rows.numbers(FROZEN, "weights", rows.PERSISTENT, own, run.compute))
         if padding:
-            made.append(rows.numbers(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, setting.compute))
-    made += slot_rows(setting)
+            made.append(rows.numbers(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, run.compute))
+    made += slot_rows(run)
     made.append(rows.row("step and key", "state", rows.PERSISTENT, f"{FLOAT32} B + 2 × 4 B", _STATE_BYTES))
-    if setting.policy == "fp16":
+    if run.policy == "fp16":
         made.append(rows.row("loss scale", "state", rows.PERSISTENT, "4 B + 4 B", _LOSS_SCALE_BYTES))
-    if setting.platform == "tpu":
-        made.append(tpu_tiles.state_padding(setting))
+    if run.platform == "tpu":
+        made.append(tpu_tiles.state_padding(run))
     return made
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.layout import Layout
 from jaxllm.ledger.formula.exact.optimizer_slots import FACTORED_FROM, PLACEHOLDER, SLOTS
-from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.rows import Row
 from jaxllm.model.specs import ParamSpec
 from jaxllm.parallel.mesh import Placement
@@ -84,26 +84,26 @@ def padding(shape: tuple[int, ...], itemsize: int) -> int:
     return padded_bytes(shape, itemsize) - math.prod(shape) * itemsize
 
 
-def state_padding(setting: Setting) -> Row:
+def state_padding(run: TrainingRun) -> Row:
     """Of the arrays that live between steps in a device's memory; what is in its host's is not tiled."""
-    optimizer = setting.config.optimizer
-    arrays, size = _weights(setting.layout, setting.store) if optimizer.offload != "all" else (0, 0)
+    optimizer = run.config.optimizer
+    arrays, size = _weights(run.layout, run.store) if optimizer.offload != "all" else (0, 0)
     if optimizer.offload == "none":
-        more, beside = _slots(optimizer.name, setting.layout, setting.moment)
+        more, beside = _slots(optimizer.name, run.layout, run.moment)
         arrays, size = arrays + more, size + beside
-    more, beside = _frozen(setting.layout, setting.compute)
+    more, beside = _frozen(run.layout, run.compute)
     arrays, size = arrays + more, size + beside
     few: list[Array] = [((), FLOAT32), ((2,), FLOAT32)]  # the step, and the key
     few += [(shape, FLOAT32) for shape in _BESIDE[optimizer.name]]
-    if setting.policy == "fp16":
+    if run.policy == "fp16":
         few += [((), FLOAT32), ((), FLOAT32)]  # of the loss scale
     arrays, size = arrays + len(few), size + sum(padding(*array) for array in few)
     return rows.row("padding of tiles", PADDING, rows.PERSISTENT, f"{size:,} B, in {arrays} arrays", size)
 
 
-def batch_padding(setting: Setting, phase: str) -> Iterator[Row]:
+def batch_padding(run: TrainingRun, phase: str) -> Iterator[Row]:
     """Of the batch's five arrays, where a device's sequences do not fill tiles."""
-    size = padding((setting.step_tokens // setting.length, setting.length), FLOAT32)
+    size = padding((run.step_tokens // run.length, run.length), FLOAT32)
     if size:
         yield rows.row("padding of tiles of the batch", PADDING, phase, f"5 × {size:,} B", 5 * size)
 

@@ -19,14 +19,14 @@ from jaxllm.errors import UserError
 from jaxllm.hardware import spec as devices
 from jaxllm.ledger.report import groups as view
 from jaxllm.ledger.report.page import form, sources
-from jaxllm.ledger.request import TASKS, Request
+from jaxllm.ledger.request import TASKS, BillRequest
 
 _ASSETS = pathlib.Path(__file__).parent / "assets"
 # Of Brython's library; all else that the closed forms import is in `page.standins`.
 _LIBRARY = ("math", "sys")
 
 
-def render(asked: Request, device_name: str, task: str) -> str:
+def render(asked: BillRequest, device_name: str, task: str) -> str:
     """The page, the same bytes for the same request.
 
     Args:

@@ -12,7 +12,7 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger import bill, request
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.report import comparison, groups, sentences
-from jaxllm.ledger.request import TASKS, Request
+from jaxllm.ledger.request import TASKS, BillRequest
 from jaxllm.ledger.rows import PHASES, Ledger, format_bytes
 
 HERE = "this machine"
@@ -70,7 +70,7 @@ FORM: dict[str, tuple[Field, ...]] = {
 }
 
 
-def start(asked: Request, device_name: str) -> dict[str, Any]:
+def start(asked: BillRequest, device_name: str) -> dict[str, Any]:
     """What the page starts from, as JSON: the configuration, the device if it is this machine, and the form's values.
 
     Args:
@@ -100,7 +100,7 @@ def _machine_json(device: Device) -> dict[str, Any]:
     return figures | {"compile_target": None, "peak_flops": dict(device.peak_flops)}
 
 
-def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> Request:
+def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> BillRequest:
     """The request that the form makes of what the page started from.
 
     Overrides of a model's numbers belong to the model that they were written for: another drops them.
@@ -122,7 +122,7 @@ def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> Request:
     device = Device(**started["machine"]) if name == HERE and started["machine"] else detect.named(name)
     count, batch, context = (int(texts[flag]) for flag in ("count", "batch", "context"))
     held = (texts["weights"], texts["cache"])
-    return Request(overrides.from_dict(tree), device, count, batch, context, started["chunk"], *held)
+    return BillRequest(overrides.from_dict(tree), device, count, batch, context, started["chunk"], *held)
 
 
 def _parsed(field: Field, text: str) -> int | str:
@@ -162,7 +162,7 @@ def answer(started: Mapping[str, Any], texts: Mapping[str, str], task: str = "bo
     return {name: _to_json(told, made) for name, told in bills.items()} | {"comparison": compared}
 
 
-def _bill(make: Callable[[Request], Ledger], made: Request) -> Ledger | str:
+def _bill(make: Callable[[BillRequest], Ledger], made: BillRequest) -> Ledger | str:
     """The bill, or why there is none."""
     try:
         return make(made)
@@ -170,7 +170,7 @@ def _bill(make: Callable[[Request], Ledger], made: Request) -> Ledger | str:
         return str(error)
 
 
-def _to_json(ledger: Ledger | str, made: Request) -> dict[str, Any]:
+def _to_json(ledger: Ledger | str, made: BillRequest) -> dict[str, Any]:
     """The ledger JSON, with the words and sums that the page shows."""
     if isinstance(ledger, str):
         return {"error": ledger}

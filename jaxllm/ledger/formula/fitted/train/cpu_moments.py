@@ -12,35 +12,35 @@ from collections.abc import Iterable, Iterator
 
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.optimizer_slots import SLOTS, held
-from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.rows import Row
 
 
-def copied(setting: Setting) -> tuple[int, list[int]]:
+def copied(run: TrainingRun) -> tuple[int, list[int]]:
     """Returns (bytes of the copies, sizes of the buffers that are free meanwhile); (0, []) if no moment is copied."""
-    name = setting.config.optimizer.name
-    if (name != "lion" and setting.moment == FLOAT32) or setting.config.optimizer.offload != "none":
+    name = run.config.optimizer.name
+    if (name != "lion" and run.moment == FLOAT32) or run.config.optimizer.offload != "none":
         return 0, []
     sizes = []
     for slot in SLOTS[name]:
         # The element or two beside a factored state are not worth an entry of their own.
-        sizes += [sum(held(slot, parameter, setting)) * setting.moment for parameter in setting.trained]
+        sizes += [sum(held(slot, parameter, run)) * run.moment for parameter in run.trained]
     total = sum(sizes)
     if len(SLOTS[name]) == 2:
         # The first array is updated last: the copy of its second moment reuses the buffer of its first moment.
-        first = sum(held(SLOTS[name][0], setting.trained[0], setting)) * setting.moment
+        first = sum(held(SLOTS[name][0], run.trained[0], run)) * run.moment
         total -= first
         sizes.remove(first)
     return total, sizes
 
 
-def rows_of_copies(setting: Setting, phase: str, arrays: Iterable[int]) -> Iterator[Row]:
+def rows_of_copies(run: TrainingRun, phase: str, arrays: Iterable[int]) -> Iterator[Row]:
     """Yields the row of the moment copies, minus the temporaries that reuse the moments' buffers.
 
     Args:
       arrays: bytes of each temporary of the phase.
     """
-    total, free = copied(setting)
+    total, free = copied(run)
     if not total:
         return
     places, filled = sorted(free), 0

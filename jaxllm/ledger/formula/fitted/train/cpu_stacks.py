@@ -10,7 +10,7 @@ import jax
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.activations import head_numbers
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
-from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.fitted.train.cpu_moments import rows_of_copies
 from jaxllm.ledger.formula.fitted.train.parts import between_passes, numbers
 from jaxllm.ledger.rows import BACKWARD, Row
@@ -29,14 +29,14 @@ def frugal() -> bool:
     return jax.__version_info__ >= _FRUGAL_CPU_FROM
 
 
-def held_bytes(setting: Setting) -> int:
+def held_bytes(run: TrainingRun) -> int:
     """Returns the bytes in which the platform stores a compute-dtype element that matmuls read."""
-    return setting.compute if frugal() else FLOAT32
+    return run.compute if frugal() else FLOAT32
 
 
-def with_copies(setting: Setting, phase: str, parts: list[Held]) -> Iterator[Row]:
+def with_copies(run: TrainingRun, phase: str, parts: list[Held]) -> Iterator[Row]:
     yield from (row for row, _ in parts)
-    yield from rows_of_copies(setting, phase, [size for _, sizes in parts for size in sizes])
+    yield from rows_of_copies(run, phase, [size for _, sizes in parts for size in sizes])
 
 
 def arrays(name: str, kind: str, phase: str, counts: list[int], size: int) -> Held:
@@ -44,52 +44,52 @@ def arrays(name: str, kind: str, phase: str, counts: list[int], size: int) -> He
     return numbers(name, kind, phase, sum(counts), size), [count * size for count in counts]
 
 
-def waiting(setting: Setting, phase: str) -> Iterator[Held]:
+def waiting(run: TrainingRun, phase: str) -> Iterator[Held]:
     """Yields the arrays alive from the forward pass into the backward pass, zeroed gradient stacks included."""
-    held, c = held_bytes(setting), setting.compute
+    held, c = held_bytes(run), run.compute
     # Without accumulation nothing reads the embeddings after the loss.
-    needed = setting.parameters if setting.accumulates or phase != BACKWARD else setting.select("layers", "tail")
-    for row in between_passes(setting, phase, needed, held):
+    needed = run.parameters if run.accumulates or phase != BACKWARD else run.select("layers", "tail")
+    for row in between_passes(run, phase, needed, held):
         if row.kind == "gradient accumulator":
-            yield row, [_gradient(setting, p) * FLOAT32 for p in setting.trained]
-        elif row.name in _STACKS_ALIKE and setting.devices > 1:
-            yield row, _late_activations(setting, row.name)
+            yield row, [_gradient(run, p) * FLOAT32 for p in run.trained]
+        elif row.name in _STACKS_ALIKE and run.devices > 1:
+            yield row, _late_activations(run, row.name)
         else:
             yield row, []
     if held != c:
         # The stacked outputs of all layers are converted to float32 before the loss.
-        one = block(setting)
-        narrow = [size for tag, size in one.kept(setting.remat.kept).items() if tag not in _FLOAT32_TAGS]
+        one = block(run)
+        narrow = [size for tag, size in one.kept(run.remat.kept).items() if tag not in _FLOAT32_TAGS]
         kept = sum(narrow) + one.values[BLOCK_INPUT].bytes
-        many = setting.model.layers
-        if setting.group_size > 1:  # those of one group only, once recomputed; the inputs are few
-            many = setting.group_size * len(setting.model.pattern) if phase == BACKWARD else 0
+        many = run.model.layers
+        if run.group_size > 1:  # those of one group only, once recomputed; the inputs are few
+            many = run.group_size * len(run.model.pattern) if phase == BACKWARD else 0
         more = kept * many * (held - c) // c
         formula = f"{more:,} B, of {many} layers"
         yield rows.row("activations in float32", "workspace", phase, formula, more), []
-        chunked = setting.config.train.loss_chunk < setting.tokens
-        if setting.layout.frozen:
+        chunked = run.config.train.loss_chunk < run.tokens
+        if run.layout.frozen:
             pass
-        elif setting.accumulates or (chunked and phase != BACKWARD):
-            yield arrays("embeddings in compute dtype", "weights", phase, [head_numbers(setting)], c)
-    if setting.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, in every version
-        own = [setting.per_device(p.weight) for p in setting.select("layers") if not p.trained]
+        elif run.accumulates or (chunked and phase != BACKWARD):
+            yield arrays("embeddings in compute dtype", "weights", phase, [head_numbers(run)], c)
+    if run.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, in every version
+        own = [run.per_device(p.weight) for p in run.select("layers") if not p.trained]
         yield arrays("frozen weights in float32", "workspace", phase, own, FLOAT32)
-    layers = setting.select("layers", "tail", trained=True)
-    if setting.stage < 2:
-        counts = [setting.computing(p) for p in layers]
-        yield _stacks(setting, "gradients of layers", phase, counts, c)
-    if setting.stage:
-        size = FLOAT32 if setting.stage == 1 and setting.accumulates else c
-        counts = [setting.per_device(p.share) for p in layers]
-        yield _stacks(setting, "gradients of layers, scattered", phase, counts, size)
-    if setting.config.optimizer.name == "adafactor" and setting.accumulates and setting.devices == 1:
-        yield squares(setting, phase)
-    if setting.layout.frozen:
+    layers = run.select("layers", "tail", trained=True)
+    if run.stage < 2:
+        counts = [run.computing(p) for p in layers]
+        yield _stacks(run, "gradients of layers", phase, counts, c)
+    if run.stage:
+        size = FLOAT32 if run.stage == 1 and run.accumulates else c
+        counts = [run.per_device(p.share) for p in layers]
+        yield _stacks(run, "gradients of layers, scattered", phase, counts, size)
+    if run.config.optimizer.name == "adafactor" and run.accumulates and run.devices == 1:
+        yield squares(run, phase)
+    if run.layout.frozen:
         return
-    if setting.mixed or setting.stage >= 2:
-        yield arrays("gradient of the lookup", "gradients", phase, [head_numbers(setting)], FLOAT32)
-    positions = [setting.computing(p) for p in setting.select("embed") if p.name != "embed.tokens"]
+    if run.mixed or run.stage >= 2:
+        yield arrays("gradient of the lookup", "gradients", phase, [head_numbers(run)], FLOAT32)
+    positions = [run.computing(p) for p in run.select("embed") if p.name != "embed.tokens"]
     if positions:
         yield arrays("gradient of the positions", "gradients", phase, positions, c)
 
@@ -98,10 +98,10 @@ def waiting(setting: Setting, phase: str) -> Iterator[Held]:
 _STACKS_ALIKE = ("attn_qkv", "attn_context", "attn_out", "resid_mid", "mlp_gate", "mlp_hidden")
 
 
-def _late_activations(setting: Setting, tag: str) -> list[int]:
+def _late_activations(run: TrainingRun, tag: str) -> list[int]:
     """Returns the bytes of each stack of a kept tag that starts as a copy of another stack's zeros; see `_stacks`."""
-    model, kept = setting.model, setting.remat.kept
-    values = block(setting).values
+    model, kept = run.model, run.remat.kept
+    values = block(run).values
     layers = model.layers
     q, k = values["q"].bytes * layers, values["k"].bytes * layers
     if tag == "attn_qkv":
@@ -113,33 +113,33 @@ def _late_activations(setting: Setting, tag: str) -> list[int]:
     return [values[BLOCK_INPUT].bytes * layers]
 
 
-def _gradient(setting: Setting, parameter: Parameter) -> int:
+def _gradient(run: TrainingRun, parameter: Parameter) -> int:
     """Returns the elements of an array's accumulated gradient on one device."""
-    return setting.computing(parameter) if setting.stage < 2 else setting.per_device(parameter.share)
+    return run.computing(parameter) if run.stage < 2 else run.per_device(parameter.share)
 
 
-def _stacks(setting: Setting, name: str, phase: str, counts: list[int], size: int) -> Held:
+def _stacks(run: TrainingRun, name: str, phase: str, counts: list[int], size: int) -> Held:
     """Returns the row of the zeros that layer gradients are written into, and the sizes that may reuse moment buffers.
 
     On several devices the first stack of each shape is allocated before old moments are copied. The others are copies
     of it, made later: only they may reuse the buffers of the moments.
     """
     row, sizes = arrays(name, "gradients", phase, counts, size)
-    if setting.devices == 1:
+    if run.devices == 1:
         return row, sizes
     seen: set[tuple[int, ...]] = set()
     late = []
-    for parameter, bytes_each in zip(setting.select("layers", "tail", trained=True), sizes, strict=True):
+    for parameter, bytes_each in zip(run.select("layers", "tail", trained=True), sizes, strict=True):
         if parameter.spec.shape in seen:
             late.append(bytes_each)
         seen.add(parameter.spec.shape)
     return row, late
 
 
-def squares(setting: Setting, phase: str) -> Held:
+def squares(run: TrainingRun, phase: str) -> Held:
     """Returns the squares of all weights, which Adafactor computes for their norms before anything else.
 
     The squares are summed at once, but on one device with several micro-batches only after all of them.
     """
-    counts = [setting.per_device(p.moment) for p in setting.trained]
+    counts = [run.per_device(p.moment) for p in run.trained]
     return arrays("weights, squared", "optimizer", phase, counts, FLOAT32)

@@ -3,65 +3,65 @@
 from collections.abc import Iterator
 
 from jaxllm.ledger.formula.exact.activations import head_table
-from jaxllm.ledger.formula.exact.run import FLOAT32, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.fitted.train.cpu_stacks import Held, arrays, with_copies
 from jaxllm.ledger.formula.fitted.train.parts import batch, between_passes, from_host, gram_numbers
 from jaxllm.ledger.rows import UPDATE, Row
 
 
-def update_rows(setting: Setting) -> Iterator[Row]:
+def update_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the optimizer's update: its start, or Muon's Newton–Schulz steps if they need more."""
-    parts = _beginning(setting)
-    if setting.config.optimizer.name == "muon":
-        parts = max(parts, _orthogonalized(setting), key=lambda parts: sum(row.bytes_per_device for row, _ in parts))
-    yield batch(setting, UPDATE)
-    yield from from_host(setting, UPDATE)
-    yield from with_copies(setting, UPDATE, parts)
+    parts = _beginning(run)
+    if run.config.optimizer.name == "muon":
+        parts = max(parts, _orthogonalized(run), key=lambda parts: sum(row.bytes_per_device for row, _ in parts))
+    yield batch(run, UPDATE)
+    yield from from_host(run, UPDATE)
+    yield from with_copies(run, UPDATE, parts)
 
 
-def _summed_over_devices(setting: Setting) -> bool:
+def _summed_over_devices(run: TrainingRun) -> bool:
     """Returns True if the update starts with an all-reduce of gradients, whose results are separate arrays."""
-    return setting.mesh["replica"] > 1 or (setting.stage == 0 and setting.mesh["data"] > 1)
+    return run.mesh["replica"] > 1 or (run.stage == 0 and run.mesh["data"] > 1)
 
 
-def _beginning(setting: Setting) -> list[Held]:
+def _beginning(run: TrainingRun) -> list[Held]:
     """Returns the arrays alive at the start of the update.
 
     One operation all-reduces all gradients; the lookup's gradient is added to the head's.
     """
-    shares = [setting.per_device(parameter.moment) for parameter in setting.trained]
+    shares = [run.per_device(parameter.moment) for parameter in run.trained]
     parts = [arrays("gradients", "gradients", UPDATE, shares, FLOAT32)]
-    if _summed_over_devices(setting):
+    if _summed_over_devices(run):
         parts.append(arrays("gradients, summed over devices", "gradients", UPDATE, shares, FLOAT32))
-    elif setting.model.tied_embeddings and not setting.layout.frozen:
-        table = setting.per_device(head_table(setting).moment)
+    elif run.model.tied_embeddings and not run.layout.frozen:
+        table = run.per_device(head_table(run).moment)
         parts.append(arrays("gradient of the lookup", "gradients", UPDATE, [table], FLOAT32))
-        if setting.stage == 0 and not setting.accumulates:
+        if run.stage == 0 and not run.accumulates:
             # It is placed above the head's gradient, and that above the saved activations, whose buffer leaves a hole.
-            kept = (row for row in between_passes(setting, UPDATE, (), 0) if row.kind == "activations")
+            kept = (row for row in between_passes(run, UPDATE, (), 0) if row.kind == "activations")
             parts += [(row, []) for row in kept]
-    if setting.config.optimizer.name == "adafactor":
+    if run.config.optimizer.name == "adafactor":
         # Direction arrays alive at a time.
-        made = 2 if setting.devices == 1 else 1
+        made = 2 if run.devices == 1 else 1
         parts.append(arrays("directions", "optimizer", UPDATE, [max(shares)] * made, FLOAT32))
     return parts
 
 
-def _orthogonalized(setting: Setting) -> list[Held]:
+def _orthogonalized(run: TrainingRun) -> list[Held]:
     """Returns the arrays alive in Muon's Newton–Schulz steps, which run for all matrices concurrently.
 
     Each matrix is alive unscaled and divided by its norm. Without ZeRO and `tensor`, XLA adds attention matrices in
     the layout of matmuls, and either Gram matrices with their squares, or half of them with the largest matmul output.
     With ZeRO the directions are all-gathered.
     """
-    matrices = [p for p in setting.trained if p.spec.role == "matrix"]
-    shares = [setting.per_device(p.moment) for p in matrices]
+    matrices = [p for p in run.trained if p.spec.role == "matrix"]
+    shares = [run.per_device(p.moment) for p in matrices]
     parts = [arrays("directions", "optimizer", UPDATE, [*shares, *shares], FLOAT32)]
-    if setting.stage:
-        whole = [setting.computing(p) for p in matrices]
+    if run.stage:
+        whole = [run.computing(p) for p in matrices]
         parts.append(arrays("directions put together", "optimizer", UPDATE, [*whole, max(whole)], FLOAT32))
-    elif setting.tensor == 1:
-        of_attention = [setting.per_device(p.moment) for p in matrices if ".attn." in p.name]
+    elif run.tensor == 1:
+        of_attention = [run.per_device(p.moment) for p in matrices if ".attn." in p.name]
         parts.append(arrays("directions of attention, in order", "optimizer", UPDATE, of_attention, FLOAT32))
         grams = sum(gram_numbers(p.spec) for p in matrices)
         products = max(2 * grams, max(shares) + 3 * grams // 2)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.activations import rows_between_passes
 from jaxllm.ledger.formula.exact.optimizer_slots import largest_state
-from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.exact.shard_sizes import Count
 from jaxllm.ledger.rows import Row
 from jaxllm.ledger.rows import numbers as numbers
@@ -20,63 +20,63 @@ from jaxllm.model.specs import ParamSpec
 BATCH_BYTES_PER_TOKEN = 5 * 4
 
 
-def from_host(setting: Setting, phase: str) -> Iterator[Row]:
+def from_host(run: TrainingRun, phase: str) -> Iterator[Row]:
     """Yields the row of the largest array's optimizer state when that state is offloaded to host memory.
 
     The state is copied to the device while the gradients are computed. Updates go array by array (ZeRO-Offload, Ren et
     al. 2021), so only a few arrays' states are on the device at a time.
     """
-    optimizer = setting.config.optimizer
+    optimizer = run.config.optimizer
     if optimizer.offload == "none":
         return
-    masters = setting.store if optimizer.offload == "all" else 0
-    size = largest_state(optimizer.name, setting.layout, setting.moment, masters)
+    masters = run.store if optimizer.offload == "all" else 0
+    size = largest_state(optimizer.name, run.layout, run.moment, masters)
     yield rows.row("state of one array, from host memory", "optimizer", phase, f"{size:,} B", size)
 
 
-def batch(setting: Setting, phase: str) -> Row:
-    size = setting.step_tokens * BATCH_BYTES_PER_TOKEN
-    return rows.row("batch", "batch", phase, f"{setting.step_tokens:,} tokens × {BATCH_BYTES_PER_TOKEN} B", size)
+def batch(run: TrainingRun, phase: str) -> Row:
+    size = run.step_tokens * BATCH_BYTES_PER_TOKEN
+    return rows.row("batch", "batch", phase, f"{run.step_tokens:,} tokens × {BATCH_BYTES_PER_TOKEN} B", size)
 
 
-def gradient_numbers(setting: Setting, parameters: Iterable[Parameter]) -> Count:
+def gradient_numbers(run: TrainingRun, parameters: Iterable[Parameter]) -> Count:
     """Returns the gradient elements per device while gradients are computed: sharded from ZeRO stage 2 on."""
-    return setting.count("share" if setting.stage >= 2 else "computing", parameters)
+    return run.count("share" if run.stage >= 2 else "computing", parameters)
 
 
-def between_passes(setting: Setting, phase: str, copies: Iterable[Parameter], copy_bytes: int) -> Iterator[Row]:
+def between_passes(run: TrainingRun, phase: str, copies: Iterable[Parameter], copy_bytes: int) -> Iterator[Row]:
     """Yields rows of the arrays alive from the forward pass to the end of the backward pass.
 
     Args:
       copies: parameters whose compute-dtype copies are alive. Frozen ones have none: they are stored in that dtype.
       copy_bytes: bytes per element of these copies on the platform.
     """
-    yield batch(setting, phase)
-    if setting.mixed:
-        shares = setting.stage == 3
-        count = setting.count("weight" if shares else "computing", [p for p in copies if p.trained])
+    yield batch(run, phase)
+    if run.mixed:
+        shares = run.stage == 3
+        count = run.count("weight" if shares else "computing", [p for p in copies if p.trained])
         name = "compute copy of weights, shard" if shares else "compute copy of weights"
         yield numbers(name, "weights", phase, count, copy_bytes)
-    elif setting.layout.frozen:  # every B is multiplied by alpha / rank
-        count = gradient_numbers(setting, [p for p in setting.trained if p.name.endswith(".b")])
-        yield numbers("adapters, scaled", "weights", phase, count, setting.compute)
-    if setting.accumulates:
-        count = gradient_numbers(setting, setting.trained)
+    elif run.layout.frozen:  # every B is multiplied by alpha / rank
+        count = gradient_numbers(run, [p for p in run.trained if p.name.endswith(".b")])
+        yield numbers("adapters, scaled", "weights", phase, count, run.compute)
+    if run.accumulates:
+        count = gradient_numbers(run, run.trained)
         yield numbers("accumulated gradients", "gradient accumulator", phase, count, FLOAT32)
-    yield from rows_between_passes(setting, phase)
+    yield from rows_between_passes(run, phase)
 
 
-def one_layer(setting: Setting, trained: bool = True) -> int:
+def one_layer(run: TrainingRun, trained: bool = True) -> int:
     """Returns the weight elements of one layer in the compute layout; of frozen weights only if `trained` is False."""
-    arrays = setting.select("layers") or setting.select("tail")
+    arrays = run.select("layers") or run.select("tail")
     arrays = [p for p in arrays if trained or not p.trained]
-    layers = len(setting.model.pattern if setting.model.repeats else setting.model.tail)
-    return sum(of_one_layer(setting, parameter) for parameter in arrays) // layers
+    layers = len(run.model.pattern if run.model.repeats else run.model.tail)
+    return sum(of_one_layer(run, parameter) for parameter in arrays) // layers
 
 
-def of_one_layer(setting: Setting, parameter: Parameter) -> int:
+def of_one_layer(run: TrainingRun, parameter: Parameter) -> int:
     """Returns the elements of an array, or of one layer of a stacked array, in the compute layout."""
-    return setting.computing(parameter) // (setting.model.repeats if parameter.group == "layers" else 1)
+    return run.computing(parameter) // (run.model.repeats if parameter.group == "layers" else 1)
 
 
 def gram_numbers(spec: ParamSpec) -> int:

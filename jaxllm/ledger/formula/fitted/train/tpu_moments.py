@@ -5,7 +5,7 @@ The live set is largest while the gradients of attention are computed, or while 
 
 from jaxllm.ledger.formula.exact import tpu_tiles
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
-from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, Setting
+from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.fitted.train.parts import of_one_layer
 
 # Bytes of a v5e core (Google's JAX scaling book, "How to think about TPUs"); the kernels themselves need some of it.
@@ -22,88 +22,88 @@ def in_vector_memory(size: int) -> bool:
     return size <= VECTOR_MEMORY * 7 // 8
 
 
-def moments(setting: Setting) -> tuple[Moment, Moment]:
+def moments(run: TrainingRun) -> tuple[Moment, Moment]:
     """Returns HBM arrays (attention, MLP) of one backward iteration of the loop over layers, without vector memory."""
-    return _beside_vector_memory(_attention(setting)), _beside_vector_memory(_mlp(setting))
+    return _beside_vector_memory(_attention(run)), _beside_vector_memory(_mlp(run))
 
 
-def _attention(setting: Setting) -> Moment:
-    values = block(setting).values
+def _attention(run: TrainingRun) -> Moment:
+    values = block(run).values
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
     # Chunks of queries and their gradients are stacked; gradients of keys and values are summed over chunks.
-    chunked = setting.config.train.attention_chunk > 0
-    if setting.attention.implementation == "pallas":
+    chunked = run.config.train.attention_chunk > 0
+    if run.attention.implementation == "pallas":
         scores = ("log sums of attention, and lost shares", values["attn_lse"].bytes, 2)
     else:
-        scores = ("scores and their gradient", _scores(setting), 2)
+        scores = ("scores and their gradient", _scores(run), 2)
     return [
         scores,
         ("queries", q, 5 if chunked else 3),
         ("keys and values", k, 5 if chunked else 2),
-        ("hidden states", own * setting.tensor, 1),
+        ("hidden states", own * run.tensor, 1),
         ("hidden states, shares", own, 1),
     ]
 
 
-def _mlp(setting: Setting) -> Moment:
-    values = block(setting).values
+def _mlp(run: TrainingRun) -> Moment:
+    values = block(run).values
     own, q = values[BLOCK_INPUT].bytes, values["q"].bytes
-    inner = values["mlp_hidden"].bytes // setting.compute * _BFLOAT16
+    inner = values["mlp_hidden"].bytes // run.compute * _BFLOAT16
     moment = [
         ("MLP", inner, 4),
-        ("weights of one MLP", *_weights(setting)),
+        ("weights of one MLP", *_weights(run)),
         # With several devices along `tensor`: inputs of attention and of the MLP, and their gradients, all-gathered.
-        ("hidden states", own * setting.tensor, 4 if setting.tensor > 1 else 2),
+        ("hidden states", own * run.tensor, 4 if run.tensor > 1 else 2),
         ("hidden states, shares", own, 2),
-        ("queries", q, 3 if setting.tensor > 1 else 1),
+        ("queries", q, 3 if run.tensor > 1 else 1),
     ]
-    if setting.group_size > 1:  # plus the group's saved activations of one repeat, sliced from its stacks
-        pattern = len(setting.model.pattern)
-        kept = block(setting).kept(setting.remat.kept)
+    if run.group_size > 1:  # plus the group's saved activations of one repeat, sliced from its stacks
+        pattern = len(run.model.pattern)
+        kept = block(run).kept(run.remat.kept)
         moment[0] = ("MLP", inner, 2)
         moment += [(f"{tag}, out of the stack", size, pattern) for tag, size in kept.items()]
-    again = block(setting).made_again(setting.remat.kept)
-    if "attn_probs" in again and not setting.config.train.attention_chunk:
-        moment.append(("scores", _scores(setting), 1))
+    again = block(run).made_again(run.remat.kept)
+    if "attn_probs" in again and not run.config.train.attention_chunk:
+        moment.append(("scores", _scores(run), 1))
     return moment
 
 
-def _scores(setting: Setting) -> int:
-    scores, chunk = block(setting).values["attn_probs"].bytes, setting.config.train.attention_chunk
-    return scores * chunk // setting.length if chunk else scores
+def _scores(run: TrainingRun) -> int:
+    scores, chunk = block(run).values["attn_probs"].bytes, run.config.train.attention_chunk
+    return scores * chunk // run.length if chunk else scores
 
 
-def _weights(setting: Setting) -> tuple[int, int]:
+def _weights(run: TrainingRun) -> tuple[int, int]:
     """Returns (bytes of a layer's largest matrix, copies): its gradient, plus two all-gathered ones with ZeRO stage 3."""
-    if setting.stage < 3:
-        return _largest_matrix(setting)[1] * setting.compute, 1
-    return gathered_matrix(setting), 3
+    if run.stage < 3:
+        return _largest_matrix(run)[1] * run.compute, 1
+    return gathered_matrix(run), 3
 
 
-def gathered_matrix(setting: Setting) -> int:
+def gathered_matrix(run: TrainingRun) -> int:
     """Returns the bytes of the largest matrix of a layer after all-gather.
 
     Shards whose rows do not fill tiles are concatenated along the slowest dimension, so each row of the result is a
     separate tile. With packed elements (fewer than 32 bits) such a tile has two rows, one of which is padding.
     """
-    largest, count = _largest_matrix(setting)
+    largest, count = _largest_matrix(run)
     dimension = largest.share.zero_dim
     assert dimension is not None
-    rows = tpu_tiles.shape_on_device(setting.layout, largest.share)[dimension]
-    whole = rows % tpu_tiles.SUBLANES == 0 or setting.compute == FLOAT32
-    return count * setting.compute * (1 if whole else 2)
+    rows = tpu_tiles.shape_on_device(run.layout, largest.share)[dimension]
+    whole = rows % tpu_tiles.SUBLANES == 0 or run.compute == FLOAT32
+    return count * run.compute * (1 if whole else 2)
 
 
-def _largest_matrix(setting: Setting) -> tuple[Parameter, int]:
+def _largest_matrix(run: TrainingRun) -> tuple[Parameter, int]:
     """Returns (the parameter with the largest matrix of a layer, its elements in one layer)."""
-    largest = max(setting.select("layers", "tail"), key=lambda p: of_one_layer(setting, p))
-    return largest, of_one_layer(setting, largest)
+    largest = max(run.select("layers", "tail"), key=lambda p: of_one_layer(run, p))
+    return largest, of_one_layer(run, largest)
 
 
-def attention_numbers(setting: Setting) -> int:
+def attention_numbers(run: TrainingRun) -> int:
     """Returns the elements of one layer's attention weights on one device."""
-    model = setting.model
-    heads = 2 * (model.heads + model.kv_heads) // setting.tensor
+    model = run.model
+    heads = 2 * (model.heads + model.kv_heads) // run.tensor
     return model.width * model.head_dim * heads
 
 
