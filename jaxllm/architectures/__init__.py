@@ -1,4 +1,4 @@
-"""Published models by name, the families they belong to, and how a configuration picks one."""
+"""Registry of published model architectures, by name, and their resolution from a configuration."""
 
 from jaxllm.architectures.registry import ARCHITECTURES, listed, resolve, resolve_config
 

@@ -1,10 +1,10 @@
-"""What the members of a published family of models share: a function a family.
+"""Model families: one function per published family, with the fields that its members share.
 
-A member is its own numbers, in the order of its family's signature
+Each function takes the sizes of a member, in the order of its signature
 
     layers, width D, query heads N, key/value heads K, head dimension H, MLP width F
 
-and whatever else is not as its kin have it; `jaxllm.architectures` has a row for each.
+and keyword arguments for fields in which the member differs; `jaxllm.architectures.registry` has one row per model.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from jaxllm.config import Architecture
 def gpt(layers: int, width: int, heads: int, **changes: Any) -> Architecture:
     """GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020).
 
-    Learned positions, LayerNorm, biases everywhere, the tanh approximation of GELU, an MLP of 4 D. Source:
-    hparams.json of the GPT-2 release; table 2.1 of the GPT-3 paper.
+    Learned positions, LayerNorm, biases everywhere, tanh approximation of GELU, MLP width 4 D. Source: hparams.json of
+    the GPT-2 release; table 2.1 of the GPT-3 paper.
     """
     gpt2 = Architecture(
         vocab_size=50257,
@@ -47,7 +47,7 @@ def gpt(layers: int, width: int, heads: int, **changes: Any) -> Architecture:
 def llama(
     layers: int, width: int, heads: int, kv_heads: int, head_dim: int, mlp_width: int, **changes: Any
 ) -> Architecture:
-    """Llama 2 (Touvron et al. 2023), and what nearly every later decoder keeps of it.
+    """Llama 2 (Touvron et al. 2023), the base of nearly every later decoder.
 
     Rotary positions, RMSNorm, SwiGLU, no biases, untied embeddings. Source: config.json of each release.
     """
@@ -76,12 +76,12 @@ def llama(
 
 
 def llama3(*row: int, **changes: Any) -> Architecture:
-    """Llama 3 (Grattafiori et al. 2024): a larger vocabulary and rotary base."""
+    """Llama 3 (Grattafiori et al. 2024): Llama 2 with a larger vocabulary, context and rotary base."""
     return llama(*row, **{"vocab_size": 128256, "context_length": 8192, "rope_theta": 500_000.0} | changes)
 
 
 def llama31(*row: int, factor: float = 8.0, **changes: Any) -> Architecture:
-    """Llama 3.1, and 3.2 with another factor: 131072 positions by scaled rotary frequencies."""
+    """Llama 3.1, and 3.2 with another factor: Llama 3 with 131072 positions by scaled rotary frequencies."""
     shared: dict[str, Any] = {
         "context_length": 131072,
         "rope_scaling": "llama3",
@@ -94,9 +94,9 @@ def llama31(*row: int, factor: float = 8.0, **changes: Any) -> Architecture:
 
 
 def qwen25(*row: int, **changes: Any) -> Architecture:
-    """Qwen2.5 base models (Qwen Team 2024): biases on queries, keys and values.
+    """Qwen2.5 base models (Qwen Team 2024): Llama with biases on queries, keys and values.
 
-    The vocabulary is padded, to another size from 7B on. Source: config.json of each release.
+    The vocabulary is padded, to a different size from 7B on. Source: config.json of each release.
     """
     shared: dict[str, Any] = {
         "vocab_size": 152064,
@@ -109,7 +109,7 @@ def qwen25(*row: int, **changes: Any) -> Architecture:
 
 
 def qwen25_small(*row: int, **changes: Any) -> Architecture:
-    """Qwen2.5 below 7B: tied embeddings."""
+    """Qwen2.5 below 7B: tied embeddings and a smaller padded vocabulary."""
     return qwen25(*row, **{"vocab_size": 151936, "norm_eps": 1e-6, "tied_embeddings": True} | changes)
 
 
@@ -129,7 +129,10 @@ def qwen3(*row: int, **changes: Any) -> Architecture:
 
 
 def gemma(*row: int, **changes: Any) -> Architecture:
-    """What Gemma 2 and 3 share: GeGLU, norms of scale 1 + w on both sides of a sub-layer, scaled embeddings."""
+    """Fields common to Gemma 2 and 3.
+
+    GeGLU, tied and scaled embeddings, and RMSNorm of scale 1 + w both before and after each sub-layer.
+    """
     shared: dict[str, Any] = {
         "mlp": "geglu",
         "norm": "rmsnorm_plus_one",
@@ -142,7 +145,7 @@ def gemma(*row: int, **changes: Any) -> Architecture:
 
 
 def gemma2(*row: int, **changes: Any) -> Architecture:
-    """Gemma 2 (Gemma Team 2024): soft-capped logits; even layers slide, odd ones see everything."""
+    """Gemma 2 (Gemma Team 2024): soft-capped logits; sliding-window attention in even layers, full in odd ones."""
     shared: dict[str, Any] = {
         "vocab_size": 256000,
         "context_length": 8192,
@@ -155,10 +158,10 @@ def gemma2(*row: int, **changes: Any) -> Architecture:
 
 
 def gemma3(*row: int, **changes: Any) -> Architecture:
-    """The language models of Gemma 3 (Gemma Team 2025): five sliding layers, then one that sees everything.
+    """Gemma 3 language models (Gemma Team 2025): five sliding-window layers, then one of full attention.
 
-    The vocabulary is the tokenizer's, 262144, in all sizes. The image-and-text checkpoints (4B and more) have
-    64 more embedding rows, for image tokens: `vocab_size=262208` is their shape.
+    The vocabulary is the tokenizer's, 262144, in all sizes. The image-and-text checkpoints (4B and larger) have 64 more
+    embedding rows, for image tokens; use `vocab_size=262208` to match their shape.
     """
     shared: dict[str, Any] = {
         "vocab_size": 262144,
@@ -186,7 +189,7 @@ def smollm2(*row: int, **changes: Any) -> Architecture:
 
 
 def smollm3(*row: int, **changes: Any) -> Architecture:
-    """SmolLM3 (Bakouch et al. 2025): every fourth layer is not rotated. Source: config.json of the release."""
+    """SmolLM3 (Bakouch et al. 2025): no rotary positions in every fourth layer. Source: config.json of the release."""
     shared: dict[str, Any] = {
         "vocab_size": 128256,
         "context_length": 65536,
@@ -199,7 +202,7 @@ def smollm3(*row: int, **changes: Any) -> Architecture:
 
 
 def olmo2(*row: int, **changes: Any) -> Architecture:
-    """OLMo 2 (Walsh et al. 2025): norms after the sub-layers, and of queries and keys over all heads together.
+    """OLMo 2 (Walsh et al. 2025): norms after the sub-layers; queries and keys normalized over all heads together.
 
     Source: config.json of each release.
     """
@@ -215,7 +218,7 @@ def olmo2(*row: int, **changes: Any) -> Architecture:
 
 
 def phi3(*row: int, **changes: Any) -> Architecture:
-    """Phi-3 (Abdin et al. 2024) and what has its architecture: Llama's, with a window in the models of 4096 positions.
+    """Phi-3 (Abdin et al. 2024) and models of its architecture: Llama's, with a window in models of 4096 positions.
 
     Source: config.json of each release. The windows of the longer models are no shorter than their context.
     """
@@ -223,7 +226,11 @@ def phi3(*row: int, **changes: Any) -> Architecture:
 
 
 def phi_longrope(*row: int, short: tuple[float, ...], long: tuple[float, ...], **changes: Any) -> Architecture:
-    """131072 positions from 4096 by longrope."""
+    """Phi models extended from 4096 to 131072 positions by longrope.
+
+    Args:
+      short, long: factors from `jaxllm.architectures.longrope`.
+    """
     shared: dict[str, Any] = {
         "context_length": 131072,
         "rope_scaling": "longrope",

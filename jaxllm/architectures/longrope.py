@@ -1,7 +1,7 @@
-"""Published factors of longrope (Ding et al. 2024): what divides the frequency of each rotary pair.
+"""Published longrope factors (Ding et al. 2024): each divides the frequency of one rotary pair.
 
-Digit by digit as they stand in config.json of each release, so that frequencies are those that the models were made
-with. Short factors are for sequences within the original context of 4096 positions, long ones for longer ones.
+Values are copied digit by digit from config.json of each release, so that frequencies equal those used in training.
+Short factors apply to sequences within the original context of 4096 positions, long factors to longer ones.
 """
 
 PHI35_MINI_SHORT = (

@@ -1,8 +1,7 @@
-"""The numbers of published transformers, and how a run's `model` section becomes one of them.
+"""Registry of published transformer architectures, and resolution of a run's `model` section to one of them.
 
-What a family shares is said in `jaxllm.architectures.families`; a row here is a member's own numbers. Adding a model is
-adding a row. The counts of parameters that the publishers state are held in
-`tests/architectures/test_architectures.py`.
+`jaxllm.architectures.families` has the fields that a family shares; a row here has the values of one member. To add
+a model, add a row. `tests/architectures/test_architectures.py` checks parameter counts stated by the publishers.
 """
 
 import dataclasses
@@ -110,15 +109,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def resolve(model: ModelConfig) -> Architecture:
-    """The architecture named `model.name`, with every override that is not None applied.
+    """Returns the architecture named `model.name`, with every override that is not None applied.
 
-    An override changes its own field and no other: a new width or number of heads keeps head_dim, and a new
-    width keeps embedding_scale. The one exception is a model with as many key heads as query heads (no
-    grouping), which stays one: there `heads` sets `kv_heads` too, unless that is given. Where every field is given
-    that has no default, as `listed` gives them, the name may be any.
+    An override changes only its own field: a new width or number of heads keeps head_dim, and a new width keeps
+    embedding_scale. One exception: in a model without grouped heads (kv_heads equal to heads), `heads` also sets
+    `kv_heads`, unless that is given. If every field without a default is given, as by `listed`, any name is accepted.
 
     Raises:
-      UserError: there is no such name; it tells the nearest ones.
+      UserError: the name is unknown; the message names the nearest ones.
     """
     fields = dataclasses.fields(Architecture)
     overrides = {field.name: getattr(model, field.name) for field in fields if getattr(model, field.name) is not None}
@@ -134,15 +132,15 @@ def resolve(model: ModelConfig) -> Architecture:
 
 
 def listed(name: str, model: Architecture) -> ModelConfig:
-    """The configuration of a model that is in no table here: all of its numbers, under a name for messages."""
+    """Returns the configuration of a model outside the registry: all of its fields, under a name for messages."""
     return ModelConfig(name=name, **{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
 
 
 def resolve_config(config: Config) -> Architecture:
-    """The architecture of a run whose whole configuration has been checked.
+    """Returns the architecture of a run after checking the whole configuration.
 
     Raises:
-      UserError: one line naming the fields and the fix.
+      UserError: the configuration is invalid; one line names the fields and the fix.
     """
     config_tree.check_types(config)
     model = resolve(config.model)

@@ -1,1 +1,1 @@
-"""Checkpoints: written atomically, verified by checksum, opened on any mesh."""
+"""Checkpoints that are written atomically, verified by checksum, and restored on any mesh."""

@@ -1,13 +1,13 @@
-"""The train state as the items of a checkpoint, and back on any mesh, ZeRO stage and precision.
+"""Saves the train state with Orbax and restores it on any mesh, ZeRO stage and precision.
 
-Orbax keeps every array whole, in chunks that do not depend on who wrote them, so that other processes and other
-shardings read what they need of it. What differs between two layouts beside that:
+Orbax stores each array as a global array, in chunks that do not depend on the writing processes, so that other
+processes and shardings can read the parts they need. Three other things differ between layouts:
 
-- Padding. A dimension that does not divide over its mesh axis is stored with zeros at its end. Reading crops or adds
-  zeros, which loses nothing: a padding is zero and stays zero through every update.
-- Dtypes. Weights are float32, or bfloat16 where the policy stores them so; moments likewise. Reading casts.
-- The loss scale, which fp16 alone has. It is an item of its own, so that a checkpoint with it opens without, and one
-  without it opens in an fp16 run, which then begins at the scale of its configuration.
+- Padding. A dimension that does not divide evenly over its mesh axis is stored with zeros at its end. Restoring crops
+  or adds zeros. This is lossless, because padding is zero and stays zero through every update.
+- Dtypes. Weights and moments are float32, or bfloat16 if the policy stores them so. Restoring casts.
+- Loss scale, used by fp16 only. It is a separate item. A run of another precision ignores it, and an fp16 run that
+  restores a checkpoint without it starts from the configured scale.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _ITEMS = ("params", "opt_state", "counters", "loss_scale")
 
 
 def checkpointer(job: Job) -> ocp.AsyncCheckpointer:
-    """Reads and writes states; all processes of the job call it alike."""
+    """Creates the Orbax checkpointer for train states; all processes of the job must call it."""
     options = job.orbax_options()
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
@@ -37,22 +37,25 @@ def checkpointer(job: Job) -> ocp.AsyncCheckpointer:
 
 
 def save(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, state: TrainState) -> None:
-    """Starts writing all of a state but what is frozen; the state may be donated as soon as this returns."""
+    """Starts writing a state without its frozen weights; the state may be donated as soon as this returns."""
     state = dataclasses.replace(state, frozen=None)
     if jax.default_backend() == "cpu":
-        # A CPU array may be written from its own memory, which the next step takes over.
+        # On CPU, Orbax may write from the array's own buffer, which the next step reuses (donation).
         state = jax.tree.map(jnp.copy, state)
     items = {name: ocp.args.StandardSave(tree) for name, tree in _split(state).items()}
     orbax.save(folder, args=ocp.args.Composite(**items))
 
 
 def restore(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, abstract: TrainState, scale: float) -> TrainState:
-    """The state in a folder, with the shapes, dtypes and shardings of `abstract`, and nothing that is frozen.
+    """Restores the state in a folder, without frozen weights.
 
     Args:
-      scale: the loss scale to begin with, where `abstract` has one and the folder has not.
+      orbax: the result of `checkpointer`.
+      folder: folder that `save` has written.
+      abstract: shapes, dtypes and shardings to restore to.
+      scale: initial loss scale, used if `abstract` has one and the folder has none.
     Raises:
-      UserError: a folder that this version did not write.
+      UserError: an incompatible version of jaxllm wrote the folder.
     """
     missing = [name for name in _ITEMS[:3] if not (folder / name).is_dir()]
     if missing:
@@ -79,16 +82,16 @@ def restore(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, abstract: TrainS
 
 
 def save_params(job: Job, folder: pathlib.Path, params: Any) -> None:
-    """Writes parameters as a state's folder has them; returns when this process's part is on disk."""
+    """Writes parameters in the layout of a state's folder; returns when this process's part is on disk."""
     with checkpointer(job) as orbax:
         orbax.save(folder, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
         orbax.wait_until_finished()
 
 
 def restore_params(folder: pathlib.Path, abstract: Any) -> Any:
-    """The parameters in a state's folder, in the shapes, dtypes and shardings of `abstract`.
+    """Restores the parameters in a state's folder to the shapes, dtypes and shardings of `abstract`.
 
-    Those that have no sharding come to the first device.
+    Parameters without a sharding are placed on the first local device.
     """
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), abstract)
@@ -97,14 +100,17 @@ def restore_params(folder: pathlib.Path, abstract: Any) -> Any:
 
 
 def _split(state: TrainState) -> dict[str, Any]:
-    """Item -> tree. The optimizer's leaves go as a list: its own containers need not be known to read them."""
+    """Returns {item: tree} for a state.
+
+    The optimizer state is stored as a list of leaves, so that it can be read without the optimizer's container types.
+    """
     items = {
         "params": state.params,
         "opt_state": jax.tree.leaves(state.opt_state),
         "counters": {"step": state.step, "key": state.key},
     }
     if not items["opt_state"]:
-        items["opt_state"] = [state.step]  # plain SGD keeps nothing, and Orbax writes no empty tree
+        items["opt_state"] = [state.step]  # plain SGD has no state, and Orbax does not write empty trees
     if state.loss_scale is not None:
         items["loss_scale"] = {"scale": state.loss_scale.scale, "good_steps": state.loss_scale.good_steps}
     return items

@@ -1,13 +1,13 @@
-"""Checkpoints: written in the background, complete or absent, verified before they are used.
+"""Checkpoints of a run: written in the background, atomic, and verified before use.
 
-A checkpoint is `<workdir>/checkpoints/<step>/`: the state (Orbax; of a run with adapters without the frozen weights,
-which no step changes and `jaxllm.checkpoints.frozen` keeps once), the place in each stream of the data, the
-configuration, and `manifest.json` with the size and CRC-32 of every other file. It is written under another
-name and renamed when whole, so a run killed at any moment leaves either all of it or none. Nothing in it
-depends on where it lies: a copied workdir resumes like the original.
+A checkpoint is the folder `<workdir>/checkpoints/<step>/`. It contains the state (Orbax), the position in each data
+stream, the configuration, and `manifest.json` with the size and CRC-32 of every other file. Frozen weights of a run
+with adapters are not included: `jaxllm.checkpoints.frozen` stores them once. The folder is written under another name
+and renamed when complete, so a run killed at any time leaves a complete checkpoint or none. No file contains the
+location: a copied workdir resumes like the original.
 
-In a job of many processes each writes its shares of the arrays and the places of its own streams; process 0 makes
-the folder, the manifest and the one rename, after all have finished. They wait for one another in the coordination
+In a job of many processes each writes its shards of the arrays and the positions of its own streams. Process 0 creates
+the folder, the manifest and the one rename, after all have finished. Processes synchronize through the coordination
 service (`Job.barrier`) and never through the devices, which may be in the middle of a step.
 """
 
@@ -29,10 +29,10 @@ from jaxllm.job.distributed import Job
 from jaxllm.step.state import TrainState
 
 _STAGING = ".writing-"
-# What a full or failing disk raises: Python itself, or TensorStore below Orbax.
+# Exceptions raised for a full or failing disk, by Python or by TensorStore below Orbax.
 _STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
-# May differ between a checkpoint and the run that resumes it: none of them changes what an update does beyond
-# rounding, but for the number of steps, which stretches the schedule of a run that goes on longer.
+# Fields that may differ between a checkpoint and the run that resumes it. They change an update by rounding only,
+# except train.steps, which stretches the learning-rate schedule.
 _FREE = (
     *("train.steps", "train.accumulate", "train.loss_chunk", "train.attention_chunk"),
     *("optimizer.offload", "optimizer.moment_dtype"),
@@ -50,17 +50,17 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores one run's state in its workdir. Every process of a job has one, and all call it alike.
+    """Saves and restores the state of one run; every process of a job has one and makes the same calls.
 
     Args:
-      workdir: of the run; made where it is missing.
+      workdir: directory of the run; created if missing.
       config: stored in every checkpoint, and compared with the stored one before resuming.
-      say: told of checkpoints that are skipped.
-      job: whose processes share the workdir.
+      say: prints a message about each checkpoint that is skipped.
+      job: processes that share the workdir; a single process by default.
     """
 
     def __init__(self, workdir: pathlib.Path, config: Config, say: Say, job: Job | None = None):
-        self._folder = (workdir / "checkpoints").absolute()  # Orbax takes no other
+        self._folder = (workdir / "checkpoints").absolute()  # Orbax requires absolute paths
         self._config = config
         self._say = say
         self._job = job or Job()
@@ -69,24 +69,25 @@ class Checkpointer:
         self._pending: concurrent.futures.Future[None] | None = None
         if self._job.leads:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self._folder.glob(f"{_STAGING}*"):  # of a killed run; never valid
+            for leftover in self._folder.glob(f"{_STAGING}*"):  # left by a killed run; never valid
                 shutil.rmtree(leftover)
 
     @property
     def last_good(self) -> str:
-        """The newest complete checkpoint, for messages."""
+        """Phrase for messages that names the newest complete checkpoint."""
         newest = next(_complete(self._folder), None)
         return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
     def save(self, step: int, state: TrainState, data_state: dict[str, Any], streams: Iterable[str] = ()) -> None:
-        """Starts saving. The state may be donated as soon as this returns.
+        """Starts a save in the background; the state may be donated as soon as this returns.
 
         Args:
           step: batches trained on.
-          data_state: stream -> place.
-          streams: those of `data_state` that this process writes; all of them where it is alone.
+          state: the state after that step.
+          data_state: {stream: position in it}.
+          streams: the streams in `data_state` that this process writes; a single process writes all of them.
         Raises:
-          UserError: the disk cannot hold it, or the save before this one failed.
+          UserError: the checkpoint does not fit on the disk, writing fails, or the previous save has failed.
         """
         self.wait()
         staging = self._folder / f"{_STAGING}{step}"
@@ -106,12 +107,12 @@ class Checkpointer:
         self._pending = self._finisher.submit(self._finish, step, staging)
 
     def poll(self) -> None:
-        """Raises the error of a save that has failed by now; returns at once."""
+        """Raises the error of the pending save if it has already failed; never blocks."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last save is on disk, or raises why it is not."""
+        """Blocks until the pending save is on disk; raises its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -138,7 +139,7 @@ class Checkpointer:
                 shutil.rmtree(old)
 
     def _is_of_the_job(self, error: BaseException) -> bool:
-        """Whether waiting for the other processes failed, and not the disk."""
+        """Returns True if an error comes from synchronizing with other processes rather than from the disk."""
         causes = (error, error.__cause__)
         return not self._job.is_alone and any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes)
 
@@ -160,14 +161,15 @@ class Checkpointer:
         )
 
     def restore(self, abstract: TrainState) -> Restored | None:
-        """The newest checkpoint that is whole, or None where there is none at all; the same one in every process.
+        """Restores the newest intact checkpoint, the same one in every process; returns None if there is none.
 
-        Damaged ones are set aside, with a message; nothing is deleted.
+        Damaged checkpoints are renamed, with a message; nothing is deleted.
 
         Args:
-          abstract: shapes, dtypes and shardings to restore to; any mesh, ZeRO stage and precision will do.
+          abstract: shapes, dtypes and shardings to restore to; any mesh, ZeRO stage and precision.
         Raises:
-          UserError: the run in this workdir has another configuration, or every checkpoint is damaged.
+          UserError: the run in this workdir has another configuration, every checkpoint is damaged, or this process
+            does not see the checkpoint on its disk.
         """
         name = self._job.decide("restore", self._newest_whole)
         if name is None:
@@ -203,12 +205,12 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for what is being written; but not where a job has failed, as those it waits for may be gone."""
+        """Closes the checkpointer, except after an error in a multi-process job, where other processes may be gone."""
         if kind is None or self._job.is_alone:
             self.close()
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for the pending save and releases the background threads."""
         try:
             self.wait()
         finally:
@@ -217,7 +219,11 @@ class Checkpointer:
 
 
 def check_same_run(stored: dict[str, Any], config: Config, path: pathlib.Path) -> None:
-    """Raises UserError, naming fields, where `config` would not continue the run that stored its own."""
+    """Checks that `config` continues the run that stored `stored`, up to the fields in `_FREE`.
+
+    Raises:
+      UserError: other fields differ; names them.
+    """
     old = overrides.field_paths(overrides.from_dict(stored))
     new = overrides.field_paths(config)
     changed = [key for key in new if old[key] != new[key] and not key.startswith(_FREE)]
@@ -230,10 +236,10 @@ def check_same_run(stored: dict[str, Any], config: Config, path: pathlib.Path) -
 
 
 def newest(workdir: str | os.PathLike[str]) -> tuple[pathlib.Path, Config]:
-    """(folder, configuration) of the newest whole checkpoint of a training run.
+    """Returns (folder, configuration) of the newest intact checkpoint of a training run.
 
     Raises:
-      UserError: not a workdir, or none of its checkpoints is whole.
+      UserError: `workdir` is not a workdir, or has no intact checkpoint.
     """
     folder = pathlib.Path(workdir) / "checkpoints"
     if not folder.is_dir():
@@ -248,11 +254,11 @@ def newest(workdir: str | os.PathLike[str]) -> tuple[pathlib.Path, Config]:
 
 
 def stored_config(workdir: pathlib.Path) -> Config | None:
-    """The configuration that the run in a workdir goes on with; None where it has no checkpoint, damaged or not."""
+    """Returns the configuration in the newest checkpoint, verified or not; None if there is no readable one."""
     for path in _complete(workdir / "checkpoints"):
         try:
             return _config_in(path)
-        except (OSError, ValueError):  # damaged; told when it is restored
+        except (OSError, ValueError):  # damaged; reported when it is restored
             continue
     return None
 
@@ -262,5 +268,5 @@ def _config_in(checkpoint: pathlib.Path) -> Config:
 
 
 def _complete(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Checkpoints that were renamed into place, newest first."""
+    """Yields the checkpoints that were renamed into place, newest first."""
     yield from sorted((p for p in folder.glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name), reverse=True)

@@ -1,7 +1,7 @@
-"""The weights that a run with low-rank adapters does not train: written once into its workdir, beside the checkpoints.
+"""Frozen weights of a run with low-rank adapters, stored once in its workdir.
 
-They lie in `<workdir>/frozen/`, with a manifest like a checkpoint's, complete or absent. So checkpoints are as small as
-what is trained, and resuming and sampling need the model that the run started from no more.
+They are stored in `<workdir>/frozen/`, written atomically with a manifest like a checkpoint's. Checkpoints then contain
+trained weights only, and resuming and sampling do not need the original model.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ _STATE = "state"
 
 
 def write(workdir: pathlib.Path, weights: Any, job: Job) -> None:
-    """Writes them, in the place of those of a run that never came to a checkpoint. Every process calls it alike.
+    """Writes the frozen weights and replaces existing ones (of a run without a checkpoint); every process calls it.
 
     Raises:
-      UserError: the disk cannot hold them.
+      UserError: writing fails, for instance because the disk is full.
     """
     folder, staging = (workdir / name for name in (_FOLDER, _STAGING))
-    folder, staging = folder.absolute(), staging.absolute()  # Orbax takes no other
+    folder, staging = folder.absolute(), staging.absolute()  # Orbax requires absolute paths
     try:
         if job.leads:
             for leftover in (folder, staging):
@@ -56,12 +56,15 @@ def write(workdir: pathlib.Path, weights: Any, job: Job) -> None:
 
 
 def attached(state: TrainState, abstract: TrainState, workdir: pathlib.Path, job: Job) -> TrainState:
-    """A restored state with the frozen weights that belong to it; as it is where there are none.
+    """Returns a restored state with its frozen weights added; unchanged if the run has none.
 
     Args:
-      abstract: shapes, dtypes and shardings of the whole state.
+      state: the restored state.
+      abstract: shapes, dtypes and shardings of the state with frozen weights.
+      workdir: directory of the run.
+      job: processes of the run.
     Raises:
-      UserError: they are not there, or not whole.
+      UserError: the frozen weights are missing or damaged.
     """
     if abstract.frozen is None:
         return state
@@ -74,15 +77,18 @@ def attached(state: TrainState, abstract: TrainState, workdir: pathlib.Path, job
 def merged_model(
     workdir: pathlib.Path, checkpoint: pathlib.Path, config: Config, model: Architecture, targets: Any
 ) -> Any:
-    """The parameter tree of the model that a run with adapters has made: W + scale · A·B, added in float32.
+    """Returns the model parameters with the adapters merged in: W + scale · A·B, computed in float32.
 
-    Sampling and converting take it: it costs nothing at each token, and any format can hold it.
+    Used for sampling and conversion: merged weights cost nothing per token, and every format supports them.
 
     Args:
-      checkpoint: of the workdir, verified.
-      targets: tree of `jax.ShapeDtypeStruct`s like the parameters, padded or not, with shardings or without.
+      workdir: directory of the run.
+      checkpoint: a verified checkpoint in it.
+      config: configuration of the run.
+      model: its architecture.
+      targets: tree of `jax.ShapeDtypeStruct` like the parameters, padded or not, with or without shardings.
     Raises:
-      UserError: the frozen weights are not there, or not whole.
+      UserError: the frozen weights are missing or damaged.
     """
     damage = _damage(workdir)
     if damage:
@@ -92,7 +98,7 @@ def merged_model(
     declared = adapter_specs.trained_specs(model, config.lora)
     wanted = specs.map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=everywhere), declared)
     pairs = arrays.restore_params((checkpoint / _STATE).absolute(), wanted)
-    # Stored weights may be wider than what is asked for: what is added is added to all of their digits.
+    # Stored weights may have more precision than the targets: add in float32, and cast afterwards.
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), targets)
     weights = _read(workdir, wide)
     made = adapters.merged(model, weights, pairs, adapters.scale_of(config.lora), jnp.float32)
@@ -100,7 +106,7 @@ def merged_model(
 
 
 def read_adapters(checkpoint: pathlib.Path, config: Config, model: Architecture) -> Any:
-    """The adapters in a checkpoint, float32, without their scale."""
+    """Reads the adapters (A and B) in a checkpoint as float32, without the scale alpha / rank applied."""
     declared = adapter_specs.adapter_specs(model, config.lora)
     return arrays.restore_params((checkpoint / _STATE).absolute(), specs.abstract(declared, jnp.float32))
 
@@ -110,7 +116,7 @@ def _read(workdir: pathlib.Path, abstract: Any) -> Any:
 
 
 def _damage(workdir: pathlib.Path) -> str:
-    """What is wrong, and what to do about it; "" where nothing is."""
+    """Returns a message with the damage to the frozen weights and the fix; "" if they are intact."""
     folder = workdir / _FOLDER
     damage = manifest.damage(folder) if folder.is_dir() else "it is missing"
     if not damage:

@@ -1,4 +1,4 @@
-"""Proof that a folder of files is what was written: sizes and checksums, and durable writes."""
+"""Integrity manifest of a folder (file sizes and checksums), and durable writes."""
 
 import json
 import os
@@ -10,22 +10,25 @@ DAMAGED = ".damaged"
 
 
 def fingerprints(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, list[int]]:
-    """Fingerprints of the files below `folder`, by their paths in it; of every `parts`-th one, from `part` on."""
+    """Returns {relative path: [bytes, CRC-32]} for every `parts`-th file below `folder`, starting at `part`.
+
+    With `part` and `parts`, the processes of a job divide the files among themselves.
+    """
     return {str(path.relative_to(folder)): fingerprint(path) for path in _files_below(folder)[part::parts]}
 
 
 def write(folder: pathlib.Path, files: dict[str, list[int]]) -> None:
-    """Records the fingerprints of every file below `folder`; all of it is on the disk when this returns."""
+    """Writes `files`, {relative path: [bytes, CRC-32]}, as the manifest of `folder`; durable when this returns."""
     _write_durably(folder / MANIFEST, json.dumps({"files": files}))
 
 
 def _files_below(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Every file but the manifest, at any depth."""
+    """Returns every file at any depth, except the manifest, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
 def fingerprint(path: pathlib.Path) -> list[int]:
-    """[bytes, CRC-32]; the file is on the disk itself when this returns."""
+    """Returns [bytes, CRC-32] of a file, after an fsync of it."""
     crc = size = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -35,7 +38,7 @@ def fingerprint(path: pathlib.Path) -> list[int]:
 
 
 def damage(path: pathlib.Path) -> str | None:
-    """What is wrong with a checkpoint; None where it is whole."""
+    """Checks a folder against its manifest; returns a description of the first damage, or None if it is intact."""
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError):
@@ -53,7 +56,7 @@ def damage(path: pathlib.Path) -> str | None:
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
-    """Renames a damaged folder so that its name is free; returns where it is now."""
+    """Renames a damaged folder to free its name; returns the new path."""
     target, n = path.with_name(path.name + DAMAGED), 1
     while target.exists():
         n += 1
@@ -62,7 +65,7 @@ def set_aside(path: pathlib.Path) -> pathlib.Path:
 
 
 def _write_durably(path: pathlib.Path, text: str) -> None:
-    """Writes a file that is on the disk, with its folder's entry, when this returns."""
+    """Writes a file; the file and its directory entry are durable when this returns."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -71,7 +74,7 @@ def _write_durably(path: pathlib.Path, text: str) -> None:
 
 
 def sync(folder: pathlib.Path) -> None:
-    """Makes a folder's entries durable (a rename is not, until its folder is synced)."""
+    """Makes the entries of a folder durable; a rename is not durable until its folder is synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

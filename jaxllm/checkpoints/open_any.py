@@ -1,7 +1,8 @@
-"""What a run starts from: initial values of its own, or the weights of a model from the world (config.init_from).
+"""Resolves the starting point of a run, random initialization or a pretrained model, and opens models of any kind.
 
-Its architecture and its tokenizer then come with the weights. Both are written into the workdir (the numbers into
-config.json, the tokenizer and chat template into tokenizer/), so that resuming and sampling need the model no more.
+With config.init_from, the architecture and the tokenizer come from the pretrained model. Both are written to the
+workdir (the hyperparameters to config.json, the tokenizer and chat template to tokenizer/), so that resuming and
+sampling do not need the pretrained model.
 """
 
 import dataclasses
@@ -23,15 +24,17 @@ from jaxllm.interop.text import Text
 from jaxllm.model import specs
 from jaxllm.parallel.mesh import path_name
 
-# Say nothing of what the weights mean, and are not told, or not alike, by every format.
+# These fields do not affect the meaning of the weights, and formats omit them or disagree on them.
 _APART = ("init_std", "router_aux_weight", "unroll")
 
 
 class RunInit(NamedTuple):
-    """Attributes:
-    config: of the run, its model and its tokenizer spelled out.
-    text: how the model reads and writes; None where the data are ids already and nothing says.
-    source: the model whose weights are to be read; None where the run has initial values of its own, or goes on.
+    """Starting point of a run.
+
+    Attributes:
+      config: configuration with the model and the tokenizer resolved.
+      text: tokenizer and chat template; None if the data are token ids and no tokenizer is given.
+      source: the model whose weights are loaded; None if the run starts from random weights or resumes.
     """
 
     config: Config
@@ -40,12 +43,13 @@ class RunInit(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The low-rank adapters of a run.
+    """Low-rank adapters of a training run.
 
     Attributes:
-      model: whose weights they stand beside.
-      base: that model, as config.init_from named it.
-      load: gives them, float32, without their scale.
+      model: architecture of the base model.
+      lora: rank, alpha and targets of the adapters.
+      base: the base model, as named in config.init_from.
+      load: returns the adapters as float32, without the scale alpha / rank applied.
     """
 
     model: Architecture
@@ -55,10 +59,10 @@ class Adapters(NamedTuple):
 
 
 def prepare(config: Config, workdir: pathlib.Path) -> RunInit:
-    """How the run in a workdir starts or, if it has a checkpoint, goes on: `config.init_from` is not read then.
+    """Resolves how the run in a workdir starts or, if it has a checkpoint, resumes without reading `config.init_from`.
 
     Raises:
-      UserError: there is no such model, or `config.model` says it is another; or the workdir is not whole.
+      UserError: the model does not exist, `config.model` contradicts it, or files are missing from the workdir.
     """
     if config.lora.rank and not config.init_from:
         raise UserError(
@@ -80,12 +84,13 @@ def prepare(config: Config, workdir: pathlib.Path) -> RunInit:
 
 
 def resolved(config: Config, source: Pretrained | None = None) -> Config:
-    """The configuration with the model and the tokenizer of `config.init_from` spelled out; as it is where that is "".
+    """Returns the configuration with the model and tokenizer of `config.init_from` filled in; unchanged if that is "".
 
     Args:
-      source: the model, where it is open already.
+      config: the configuration as the user wrote it.
+      source: the model of `config.init_from`, if it is already open.
     Raises:
-      UserError: there is no such model, or `config.model` says it is another.
+      UserError: the model does not exist, it has no tokenizer and none is set, or `config.model` contradicts it.
     """
     if not config.init_from:
         return config
@@ -105,14 +110,14 @@ def _spelled_out(config: Config, base: Architecture, name: str, where: str, has_
 
 
 def agreed(asked: ModelConfig, base: Architecture, where: str) -> Architecture:
-    """A model's architecture, with the numbers changed that `config.model` gives beside the name.
+    """Returns the architecture of a model with the overrides in `config.model` applied.
 
     Args:
-      asked: as the user wrote it. A name other than the default must be that of the same architecture.
-      base: the model's.
-      where: the model, for messages.
+      asked: `config.model` as the user wrote it. A name other than the default must name the same architecture.
+      base: architecture of the model.
+      where: description of the model, for messages.
     Raises:
-      UserError: the name is another model's, or a changed number is one that gives a parameter another shape.
+      UserError: the name is that of another architecture, or an override changes the shape of a parameter.
     """
     changes = {
         field.name: getattr(asked, field.name)
@@ -154,20 +159,20 @@ def _text(config: Config, own: Text | None, workdir: pathlib.Path) -> Text | Non
 
 
 def open_any(spec: str) -> Pretrained:
-    """A model of any kind: a workdir, or what `opening.open_model` opens.
+    """Opens a model of any kind: a workdir, or anything that `opening.open_model` supports.
 
     Raises:
-      UserError: there is none.
+      UserError: no such model is found.
     """
     path = pathlib.Path(spec).expanduser()
     return open_workdir(path) if (path / "checkpoints").is_dir() else opening.open_model(spec)
 
 
 def open_adapters(workdir: pathlib.Path) -> Adapters:
-    """The adapters of the newest whole checkpoint of a training run.
+    """Opens the adapters in the newest intact checkpoint of a training run.
 
     Raises:
-      UserError: it has none.
+      UserError: the run has no intact checkpoint, or no adapters.
     """
     path, config = checkpoint.newest(workdir)
     if not config.lora.rank:
@@ -179,10 +184,10 @@ def open_adapters(workdir: pathlib.Path) -> Adapters:
 
 
 def open_workdir(workdir: pathlib.Path) -> Pretrained:
-    """The model of the newest whole checkpoint of a training run, its adapters, if it trains some, in the weights.
+    """Opens the model in the newest intact checkpoint of a training run, with any adapters merged into the weights.
 
     Raises:
-      UserError: it has none.
+      UserError: the run has no intact checkpoint.
     """
     path, config = checkpoint.newest(workdir)
     model = architectures.resolve(config.model)

@@ -1,4 +1,4 @@
-"""The folder that a run lives in: one run at a time, described by its configuration."""
+"""Files of a run's workdir outside its checkpoints: the lock, config.json, the tokenizer and chat template."""
 
 import contextlib
 import fcntl
@@ -12,16 +12,16 @@ from jaxllm.errors import UserError
 from jaxllm.interop import text as texts
 from jaxllm.interop.text import Text
 
-OWN = "model"  # config.data.tokenizer of a run whose model came with one: it lies in the workdir
+OWN = "model"  # value of config.data.tokenizer for a tokenizer that came with the model and is stored in the workdir
 _FOLDER = "tokenizer"
 
 
 @contextlib.contextmanager
 def only_run_in(workdir: pathlib.Path) -> Iterator[None]:
-    """Two runs in one workdir would each delete what the other has saved.
+    """Locks a workdir for one run, because two runs would delete each other's checkpoints.
 
     Raises:
-      UserError: there is another.
+      UserError: another run has the lock.
     """
     with (workdir / ".lock").open("w") as file:
         try:
@@ -32,20 +32,20 @@ def only_run_in(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def write_config(workdir: pathlib.Path, config: Config) -> None:
-    """Writes the run's configuration where a person and `from_dict` find it."""
+    """Writes the run's configuration to config.json, for users and for `from_dict`."""
     (workdir / "config.json").write_text(json.dumps(overrides.to_dict(config), indent=1) + "\n")
 
 
 def write_text(workdir: pathlib.Path, text: Text) -> None:
-    """Writes a model's own tokenizer and chat template beside the run that started from it."""
+    """Writes the tokenizer and chat template of the pretrained model into the workdir."""
     texts.save(text, workdir / _FOLDER)
 
 
 def text(workdir: pathlib.Path, config: Config) -> Text:
-    """The tokenizer and chat template of the run in a workdir.
+    """Loads the tokenizer and chat template of the run in a workdir.
 
     Raises:
-      UserError: there is none, or it is not what it should be.
+      UserError: the tokenizer is missing or not usable.
     """
     vocab_size = architectures.resolve(config.model).vocab_size
     if config.data.tokenizer != OWN:

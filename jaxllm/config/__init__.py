@@ -1,4 +1,4 @@
-"""The typed configuration of a run, its overrides and its checks; `from jaxllm.config import Config`."""
+"""Typed configuration of a run, with its overrides and checks: `from jaxllm.config import Config`."""
 
 from jaxllm.config.schema import (
     CHOICES,

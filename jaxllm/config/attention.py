@@ -1,13 +1,14 @@
-"""Which code computes attention, and why: decided here for training, evaluation, decoding, the ledger and the planner.
+"""Selects the attention implementation for training, evaluation, decoding, the ledger and the planner.
 
-No JAX is imported.
+This module does not import JAX.
 
-    pallas   the kernels of `jaxllm.kernels.flash.api`: memory O(length), masks' empty tiles never multiplied
-    cudnn    cuDNN's, through `jax.nn.dot_product_attention`
-    xla      `jaxllm.kernels.reference`: scores are arrays, of all queries or of `config.train.attention_chunk` at once
-    auto     pallas on a GPU or TPU for whatever its kernels can do, xla elsewhere
+    pallas   the kernels of `jaxllm.kernels.flash.api`: O(length) memory; fully masked tiles are skipped
+    cudnn    cuDNN attention, through `jax.nn.dot_product_attention`
+    xla      `jaxllm.kernels.reference`: materializes the scores of all queries, or of `config.train.attention_chunk`
+             queries at a time
+    auto     pallas on a GPU or TPU if its kernels support the run, xla otherwise
 
-A name means that one: where it cannot run there is an error, and only `auto` falls back, and says so.
+An implementation named explicitly is used or raises an error. Only `auto` falls back, and the log gives the reason.
 """
 
 import dataclasses
@@ -16,15 +17,15 @@ from collections.abc import Iterator
 from jaxllm.config import Architecture, Config
 from jaxllm.errors import UserError
 
-# What the Pallas kernels take.
+# Range of head_dim and compute dtypes that the Pallas kernels support.
 LEAST_HEAD, LARGEST_HEAD = 16, 256
 KERNEL_DTYPES = {"gpu": ("float32", "bfloat16", "float16"), "tpu": ("float32", "bfloat16")}
-# Of each dimension of a product in the decode kernel for GPUs: a tensor core takes that many.
+# The GPU decode kernel needs matmul dimensions that are multiples of this, the tile of a tensor core.
 DECODE_HEAD_MULTIPLE = 16
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
 _CUDNN_LARGEST_HEAD, _CUDNN_HEAD_MULTIPLE = 128, 8
-# Tags of remat policies that only some implementations compute.
+# Activation tags of remat policies that only some implementations produce.
 _SCORE_TAGS = ("attn_scores", "attn_probs")
 _KERNEL_TAGS = ("attn_lse",)
 _FIELD = "config.attention.implementation"
@@ -32,13 +33,13 @@ _FIELD = "config.attention.implementation"
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """What a program's attention runs by; static.
+    """Attention implementation selected for a program; static (hashable).
 
     Attributes:
       implementation: pallas | cudnn | xla.
-      platform: whose kernels: cpu | gpu | tpu.
-      why: in a few words; no part of what the program is.
-      interpret: Pallas kernels as plain JAX, on any device: for tests.
+      platform: platform of the kernels: cpu | gpu | tpu.
+      why: short reason for the selection, for logs; ignored in comparisons and hashing.
+      interpret: run the Pallas kernels as plain JAX on any device, for tests.
     """
 
     implementation: str
@@ -48,22 +49,24 @@ class Attention:
 
     @property
     def line(self) -> str:
-        """For logs."""
+        """One-line description for logs."""
         return f"attention: {self.implementation} ({self.why})"
 
 
-# By its definition; of programs that have no configuration.
+# Reference implementation, for programs that have no configuration.
 PLAIN = Attention("xla", "cpu", "its definition")
 
 
 def resolve(config: Config, model: Architecture, platform: str, dtype: str) -> Attention:
-    """What training and evaluation run by.
+    """Selects the attention implementation for training and evaluation.
 
     Args:
+      config: configuration of the run.
+      model: its architecture.
       platform: cpu | gpu | tpu.
-      dtype: that computes: float32 | bfloat16 | float16.
+      dtype: compute dtype: float32 | bfloat16 | float16.
     Raises:
-      UserError: the implementation that the configuration names cannot do the run; says what it cannot.
+      UserError: the implementation named in the configuration does not support the run; the message says why.
     """
     asked = config.attention.implementation
     if asked != "auto":
@@ -71,8 +74,8 @@ def resolve(config: Config, model: Architecture, platform: str, dtype: str) -> A
         for fault in _faults_there(asked, model, platform, dtype):
             raise UserError(f"{_FIELD} is {asked!r}, and {fault}; set it to auto or xla")
         return Attention(asked, platform, f"{_FIELD} says so")
-    # The kernels' tiles are what both kinds of accelerator are made for, and no [T, T] array is left: a TPU's compiler
-    # takes them for every head dimension and length that was tried. A CPU has none.
+    # The kernels' tiles suit the matrix units of GPUs and TPUs, and no [T, T] array is materialized. The TPU compiler
+    # accepted every head dimension and length that was tried. There are no kernels for CPUs.
     faults = [*_faults_there("pallas", model, platform, dtype), *_faults_of_fields("pallas", config, model)]
     if faults:
         return Attention("xla", platform, f"auto: {faults[0]}")
@@ -80,10 +83,10 @@ def resolve(config: Config, model: Architecture, platform: str, dtype: str) -> A
 
 
 def require(config: Config, model: Architecture) -> None:
-    """The named implementation can do what other fields ask for, wherever it runs.
+    """Checks the named implementation against the other configuration fields, on any platform.
 
     Raises:
-      UserError: it cannot; names both fields and the fix.
+      UserError: the implementation does not support a field's value; names both fields and the fix.
     """
     asked = config.attention.implementation
     for fault in _faults_of_fields(asked, config, model) if asked != "auto" else ():
@@ -91,7 +94,7 @@ def require(config: Config, model: Architecture) -> None:
 
 
 def _faults_there(implementation: str, model: Architecture, platform: str, dtype: str) -> Iterator[str]:
-    """Why it cannot run on a platform, in a dtype, for a model."""
+    """Yields the reasons why an implementation does not support a platform, compute dtype or head_dim."""
     H = model.head_dim
     if implementation == "pallas":
         if platform not in KERNEL_DTYPES:
@@ -114,7 +117,7 @@ def _faults_there(implementation: str, model: Architecture, platform: str, dtype
 
 
 def _faults_of_fields(implementation: str, config: Config, model: Architecture) -> Iterator[str]:
-    """What other fields ask for that it has not got."""
+    """Yields the configuration fields that request something an implementation does not support."""
     policy = config.remat.policy
     tags = [tag.strip() for tag in policy.partition(":")[2].split(",")]
     absent: tuple[str, ...] = _KERNEL_TAGS if implementation == "xla" else _SCORE_TAGS
@@ -133,10 +136,12 @@ def _faults_of_fields(implementation: str, config: Config, model: Architecture) 
 
 
 def decoding(platform: str, head_dim: int, *dtypes: str) -> Attention:
-    """What attention of a new token over a cache runs by.
+    """Selects the implementation for decode attention: one new token over the KV cache.
 
     Args:
-      dtypes: of queries and of the cache.
+      platform: cpu | gpu | tpu.
+      head_dim: H, elements per head.
+      dtypes: dtypes of the queries and of the cache.
     """
     if platform not in KERNEL_DTYPES:
         return Attention("xla", platform, f"a {platform} has no kernels")

@@ -1,6 +1,6 @@
-"""The configuration tree as paths and as dictionaries, its unknown keys, and the types of its values.
+"""Configuration as dotted paths and as dictionaries, with checks of keys and of value types.
 
-What fields must be to one another is `jaxllm.config.validate`' business.
+Relations between fields are checked in `jaxllm.config.validate`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxllm.errors import UserError
 
 
 def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Flat view of a configuration tree: dotted path -> value."""
+    """Returns the configuration as a flat dictionary: {dotted path: value}."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -27,11 +27,11 @@ def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def unknown_key(path: str) -> UserError:
-    """The error for a key that is not in the tree: it names the nearest key that is."""
+    """Builds the error for an unknown key, which suggests the nearest known one."""
     known = list(field_paths(Config()))
     section, _, leaf = path.partition(".")
     sections = [field.name for field in dataclasses.fields(Config)]
-    # A right field in a wrong section is a commoner slip than a near spelling; so is one without its section.
+    # A known field in the wrong section, or without its section, is a more common mistake than a misspelling.
     candidates = [key for key in known if key.split(".")[-1] == (leaf or section)]
     if not candidates and not leaf:
         candidates = difflib.get_close_matches(section, sections, n=1, cutoff=0.0)
@@ -43,15 +43,15 @@ def unknown_key(path: str) -> UserError:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain dictionaries, for JSON."""
+    """Returns the configuration as nested plain dictionaries, for JSON."""
     return dataclasses.asdict(config)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """Inverse of `to_dict`.
+    """Builds a configuration from nested dictionaries; the inverse of `to_dict`.
 
     Raises:
-      UserError: a key that is not in the tree, or a value of the wrong type.
+      UserError: a key is unknown, or a value has the wrong type.
     """
     config = Config()
     for section, fields in values.items():
@@ -72,7 +72,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
 
 
 def split_lists(config: Config) -> None:
-    """Lists of words as a person types them, `q,v`, become tuples of words."""
+    """Splits comma-separated strings inside tuple fields in place: `("q,v",)` becomes `("q", "v")`."""
     for section in dataclasses.fields(config):
         node = getattr(config, section.name)
         for name, value in list(vars(node).items()) if dataclasses.is_dataclass(node) else ():
@@ -82,10 +82,10 @@ def split_lists(config: Config) -> None:
 
 
 def check_types(config: Config) -> None:
-    """Every field holds a value of its annotated type, and a string one of its choices.
+    """Checks that every field has its annotated type, and that string fields hold one of their `CHOICES`.
 
     Raises:
-      UserError: names the field, its value and what it may be.
+      UserError: names the field, its value and the accepted type or values.
     """
     for extra in vars(config).keys() - {f.name for f in dataclasses.fields(config)}:
         raise unknown_key(extra)
@@ -116,7 +116,7 @@ def _check_section(name: str, node: Any) -> None:
 
 
 def _is_instance(value: Any, annotation: Any) -> bool:
-    """isinstance for the annotations that the tree has: scalars, tuples of them, and their optional forms."""
+    """Implements isinstance for the annotations in use: scalars, tuples of scalars, and optional forms of both."""
     if isinstance(annotation, types.UnionType):
         return any(_is_instance(value, option) for option in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:

@@ -1,7 +1,7 @@
-"""What blocks may keep for their backward pass, as a configuration says it. No JAX is imported.
+"""Rematerialization policies and activation tags: which activations blocks save for the backward pass.
 
-The tags are the system's one vocabulary of activations: blocks name what they compute by them, remat policies
-choose among them, and the ledger's rows carry them.
+The tags name activations in the whole package: blocks tag their activations with them, remat policies select among
+them, and ledger rows are labelled with them. This module does not import JAX.
 """
 
 import dataclasses
@@ -9,14 +9,14 @@ import difflib
 
 from jaxllm.errors import UserError
 
-# In the order in which a block computes them; `lora` is what goes between the two matrices of each adapter.
+# In the order in which a block computes them; `lora` is the activation between the two matrices of each adapter.
 TAGS = (
     "attn_norm",
     "attn_qkv",
     "attn_scores",
     "attn_probs",
     "attn_context",
-    "attn_lse",  # of the kernels: log of a query's sum of weights, beside attn_context
+    "attn_lse",  # flash kernels only: log-sum-exp of each query's scores, saved along with attn_context
     "attn_out",
     "resid_mid",
     "mlp_norm",
@@ -27,16 +27,18 @@ TAGS = (
     "mlp_out",
     "lora",
 )
-# What products with weights give.
+# Outputs of matmuls with weights.
 PRODUCTS = ("attn_qkv", "attn_out", "mlp_up", "mlp_gate", "mlp_down", "lora")
 KINDS = ("none", "full", "sqrt", "dots", "names", "offload")
 
 
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
-    """Attributes:
-    kind: of KINDS.
-    tags: kept on the device (`names`) or in host memory (`offload`); empty for the others.
+    """Parsed rematerialization policy.
+
+    Attributes:
+      kind: one of KINDS.
+      tags: activations saved on the device (`names`) or in host memory (`offload`); empty for other kinds.
     """
 
     kind: str
@@ -44,9 +46,9 @@ class RematPolicy:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Tags whose values wait for the backward pass, on the device or off it; a block's input always does.
+        """Tags of the activations saved for the backward pass, on the device or host; block inputs are always saved.
 
-        Under `sqrt` these are the blocks' of one group of layers at a time.
+        Under `sqrt` all tags are saved, for the blocks of one group of layers at a time.
         """
         if self.kind in ("none", "sqrt"):
             return TAGS
@@ -54,10 +56,10 @@ class RematPolicy:
 
 
 def parse(policy: str) -> RematPolicy:
-    """The policy that `config.remat.policy` names: `full`, `names:attn_qkv,mlp_up`, …
+    """Parses `config.remat.policy`, such as `full` or `names:attn_qkv,mlp_up`.
 
     Raises:
-      UserError: an unknown kind or tag, with the nearest.
+      UserError: the kind or a tag is unknown; suggests the nearest one.
     """
     kind, colon, listed = policy.partition(":")
     tags = tuple(tag.strip() for tag in listed.split(",")) if listed.strip() else ()

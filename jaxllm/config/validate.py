@@ -1,4 +1,4 @@
-"""The relations between the fields of a configuration: one clear line for the first that does not hold."""
+"""Checks of relations between configuration fields; the first violation raises a one-line error."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,15 +9,15 @@ from jaxllm.config.overrides import check_types, field_paths
 from jaxllm.errors import UserError
 
 Shape = tuple[int, ...]
-# Their updates are of whole rows and columns, which padding would change.
+# Their updates depend on whole rows and columns, which padding would change.
 _NOT_ELEMENTWISE = ("adafactor", "muon")
 
 
 def check_architecture(model: Architecture) -> None:
-    """Relations between the numbers of one architecture.
+    """Checks the relations between the hyperparameters of one architecture.
 
     Raises:
-      UserError: names both fields and a fix.
+      UserError: a relation does not hold; names both fields and a fix.
     """
     for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "context_length"):
         if getattr(model, name) < 1:
@@ -75,7 +75,7 @@ def _check_rotation(model: Architecture) -> None:
                     f"config.model.{name} has {len(factors)} numbers while config.model.rope_scaling is 'longrope'; it "
                     f"takes one for each of the {model.rotated // 2} pairs that are rotated, all positive"
                 )
-    if not model.rope_factor > 0:  # a NaN too
+    if not model.rope_factor > 0:  # also rejects NaN
         raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
     if not model.rope_attention_factor >= 0:
         raise UserError(
@@ -85,13 +85,13 @@ def _check_rotation(model: Architecture) -> None:
 
 
 def check(config: Config, model: Architecture) -> None:
-    """All of a run's configuration: types, choices, and the relations between fields.
+    """Checks the whole configuration of a run: types, choices, and relations between fields.
 
     Args:
-      config: the tree as the user wrote it.
-      model: its model, resolved by `jaxllm.architectures.resolve`.
+      config: the configuration as the user wrote it.
+      model: its architecture, resolved by `jaxllm.architectures.resolve`.
     Raises:
-      UserError: one line naming the fields and the fix.
+      UserError: one line that names the fields and the fix.
     """
     check_types(config)
     check_architecture(model)
@@ -130,23 +130,24 @@ def check(config: Config, model: Architecture) -> None:
             f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
             f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
         )
-    if not config.ledger.tolerance >= 0:  # a NaN too
+    if not config.ledger.tolerance >= 0:  # also rejects NaN
         raise UserError(f"config.ledger.tolerance is {config.ledger.tolerance}; it must be at least 0 (0.15 is 15 %)")
-    if not optimizer.peak_lr > 0:  # a NaN too
+    if not optimizer.peak_lr > 0:  # also rejects NaN
         raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
 
 
 def check_update(
     optimizer: OptimizerConfig, policy: str, mixed: bool, arrays: Iterable[tuple[str, Shape, Shape]]
 ) -> None:
-    """The optimizer can update the arrays where they lie; the trainer asks before it starts, and so does the ledger.
+    """Checks that the optimizer supports the offload setting and the padded array shapes; called before a run starts.
 
     Args:
-      policy: of precision, resolved.
-      mixed: whether it has master weights.
-      arrays: of each its name, its shape, and the shape that its moments are stored in.
+      optimizer: configuration of the optimizer.
+      policy: the resolved precision policy.
+      mixed: True if the policy has float32 master weights.
+      arrays: (name, shape, shape in which its moments are stored) of each array.
     Raises:
-      UserError: it cannot; names the fields, or the array, and the fix.
+      UserError: the update is not supported; names the fields or the array, and the fix.
     """
     if optimizer.offload == "all" and not mixed:
         raise UserError(
@@ -172,7 +173,7 @@ def _check_lora(config: Config, model: Architecture) -> None:
     lora = config.lora
     if not lora.rank:
         return
-    if not lora.alpha > 0:  # a NaN too
+    if not lora.alpha > 0:  # also rejects NaN
         raise UserError(f"config.lora.alpha is {lora.alpha}; it must be positive (twice config.lora.rank is usual)")
     if not lora.targets or len(set(lora.targets)) < len(lora.targets):
         raise UserError(
@@ -225,7 +226,7 @@ def _check_mesh(config: Config, model: Architecture) -> None:
             f"config.data.sequence_length ({length}) is not a multiple of config.train.attention_chunk "
             f"({train.attention_chunk}); set the second to a divisor of the first, or to 0"
         )
-    # The vocabulary is padded to the axis; what else is split over it must divide.
+    # The vocabulary is padded to a multiple of the axis; every other dimension sharded over it must divide evenly.
     split = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.mlp_width": model.mlp_width}
     for path, size in (split | {"data.sequence_length": length}).items():
         if size % mesh.tensor:

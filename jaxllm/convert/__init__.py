@@ -1,1 +1,1 @@
-"""The command that writes a model in another format."""
+"""Command that converts a model to another file format."""

@@ -1,12 +1,12 @@
-"""Writes a model in another format: python -m jaxllm.convert --model MODEL --to safetensors|gguf|peft --out PATH
+"""Converts a model: python -m jaxllm.convert --model MODEL --to safetensors|gguf|peft --out PATH
 
-MODEL is the workdir of a training run, a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub. Out comes
-a folder that transformers loads, or a file that llama.cpp loads, with the tokenizer; complete, or not at all. Weights
-keep the dtype that they have, and so every bit, unless --dtype or --quantization says otherwise; what is in blocks that
-we do not write (Q4_K) counts as float32.
+MODEL is the workdir of a training run, a Hugging Face folder, a .gguf file, or a Hugging Face hub id. The output is a
+folder that transformers loads, or a file that llama.cpp loads, with the tokenizer; it is complete or not written at
+all. Weights keep their dtype, and so every bit, unless --dtype or --quantization is given. Weights in block formats
+that cannot be written (Q4_K) count as float32.
 
-Low-rank adapters that a run trained are added to its weights; with --to peft they alone are written, as a folder that
-the PEFT library loads beside the model that the run started from.
+Low-rank adapters of a training run are merged into its weights. With --to peft only the adapters are written, as a
+folder that the PEFT library loads on top of the model that the run started from.
 """
 
 import dataclasses
@@ -60,10 +60,10 @@ def main() -> None:
     target = pathlib.Path(out).expanduser()
     if target.exists():
         raise UserError(f"--out {out} is there already; give another path, or take it away")
-    jax.config.update("jax_platforms", "cpu")  # numbers are only moved; an accelerator's memory may be too small
+    jax.config.update("jax_platforms", "cpu")  # no matmuls here, and weights may not fit in an accelerator
     write = _writer(spec, kind, target.stem)
     staging = target.with_name(f".writing-{target.name}")
-    _remove(staging)  # of a run that was killed
+    _remove(staging)  # left over from a run that was killed
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         write(staging)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _writer(spec: str, kind: str, name: str) -> Callable[[pathlib.Path], None]:
-    """What writes the model to a path; the model is open, none of its weights are read."""
+    """Opens the model, without reading its weights, and returns the function that writes it to a path."""
     if kind == "peft":
         run = open_any.open_adapters(pathlib.Path(spec).expanduser())
 

@@ -1,12 +1,13 @@
-"""Conversations as documents of ids, the assistant's turns marked: what a model is tuned on.
+"""Chat data for fine-tuning: conversations as documents of token ids, with the assistant's turns marked.
 
-A line of JSON Lines (plain or .gz or .zst) is one of
+Each line of the JSON Lines files (plain, .gz or .zst) has one of these forms:
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
-    {"prompt": "…", "answer": "…"}        ("completion" and "response" for "answer" are read too)
+    {"prompt": "…", "answer": "…"}        ("completion" or "response" also work for "answer")
 
-They are put as the model puts them (`jaxllm.data.turns`) when the source is opened, so that what cannot be put stops
-the run before its first step; the ids are kept in an unnamed temporary file (in $TMPDIR) for as long as it is open.
+Conversations are rendered with the model's chat template and tokenized (`jaxllm.data.turns`) when the source is
+opened, so that invalid ones stop the run before its first step. The ids are stored in an unnamed temporary file (in
+$TMPDIR) while the source is open.
 """
 
 import array
@@ -29,16 +30,18 @@ _EXPECTED = 'a line is {"messages": [{"role": …, "content": …}, …]} or {"p
 
 
 class Conversations(Documents):
-    """Documents {"name", "tokens": int32 [n], "weights": bool [n], True where the token is the assistant's}.
+    """Chat documents {"name", "tokens": int32 [n], "weights": bool [n], True for the assistant's tokens}.
 
-    One that is longer than a sequence is cut at its right end. One of whose answers nothing is left is left out.
+    A conversation that is longer than a sequence is truncated on the right. One without any answer tokens left is
+    dropped.
 
     Args:
-      text: of the model that is trained.
-      sequence_length: most tokens of one, its last target not counted.
-      vocab_size: ids that the model knows. A tokenizer may have names for more: marks for images, in a model of texts.
+      files: JSON Lines files.
+      text: tokenizer and chat template of the trained model.
+      sequence_length: maximum number of inputs; a document has at most one token more, its last target.
+      vocab_size: vocabulary size of the model. The tokenizer may have more ids, such as image tokens.
     Raises:
-      UserError: names file:line, and what is wrong there; or no answer is left in any of them.
+      UserError: a line is invalid (names file:line and the problem), or no conversation has an answer left.
     """
 
     def __init__(self, files: Sequence[File], text: Text, sequence_length: int, vocab_size: int):
@@ -68,8 +71,8 @@ class Conversations(Documents):
                 self._line.append(number)
                 self._start.append(self._spool.tell())
                 self._count.append(len(ids))
-                self._spool.write(np.where(answers, ~ids, ids).tobytes())  # an answer's id is stored as −1 − id
-        self._spool.flush()  # before it is read through its descriptor
+                self._spool.write(np.where(answers, ~ids, ids).tobytes())  # ids of answers are stored as −1 − id
+        self._spool.flush()  # before reads through the file descriptor
         if seen and seen == dropped:
             raise UserError(
                 f"config.data.sequence_length ({sequence_length}) leaves nothing of any answer in {files[0].path}; "
@@ -82,7 +85,7 @@ class Conversations(Documents):
         return len(self._line)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        # pread has no file position, which the reading threads would share.
+        # pread does not use the file position, which the reading threads share.
         stored = np.frombuffer(os.pread(self._spool.fileno(), 4 * self._count[i], self._start[i]), np.int32)
         return {"name": self.name(i), "tokens": np.where(stored < 0, ~stored, stored), "weights": stored < 0}
 
@@ -101,10 +104,12 @@ def _check_ids(ids: np.ndarray, vocab_size: int, text: Text, where: str) -> None
 
 
 class _Fitted(NamedTuple):
-    """Attributes:
-    turns: what is left.
-    is_cut: whether anything of an answer is missing.
-    lost: answers of which nothing is left.
+    """Conversation truncated to a sequence.
+
+    Attributes:
+      turns: the remaining tokens.
+      is_cut: True if any token of an answer was removed.
+      lost: number of answers that were removed entirely.
     """
 
     turns: Turns
@@ -113,11 +118,11 @@ class _Fitted(NamedTuple):
 
 
 def _fitted(made: Turns, most: int) -> _Fitted:
-    """The beginning of a conversation, up to its last answer and of no more than so many tokens."""
+    """Truncates a conversation after its last answer, and to `most` tokens."""
     end = int(np.flatnonzero(made.answers)[-1:].sum()) + 1 if made.answers.any() else 0
     ids, answers = made.ids[: min(end, most)], made.answers[: min(end, most)]
     lost = int(made.answers.max(initial=0)) - int(answers[1:].max(initial=0))
-    kept = int(np.flatnonzero(answers)[-1:].sum()) + 1 if answers.any() else 0  # a question alone teaches nothing
+    kept = int(np.flatnonzero(answers)[-1:].sum()) + 1 if answers.any() else 0  # a trailing question has no targets
     return _Fitted(Turns(ids[:kept], answers[:kept]), end > most, lost)
 
 
@@ -131,7 +136,11 @@ def _told(seen: int, cut: int, lost: int, dropped: int, length: int, where: str)
 
 
 def _messages(record: Any, where: str) -> list[Message]:
-    """The messages of a line, each {"role", "content"} of strings, an assistant's among them."""
+    """Returns the validated messages of a line: {"role", "content"} of strings, at least one from the assistant.
+
+    Raises:
+      UserError: the line has another form; names `where`.
+    """
     if not isinstance(record, dict):
         raise UserError(f"{where} is a {type(record).__name__}; {_EXPECTED}")
     if "messages" in record:

@@ -1,19 +1,19 @@
-"""Documents at random access: what a corpus is made of, whatever it is stored as.
+"""Random access to the documents of a corpus: interface, and the python, text and tokens sources.
 
-Every kind is read through once when it is opened, so that a bad byte, line, row or token stops the run before
-its first step and not in its thousandth. After that a document is read from disk when it is asked for. Records
-(JSON Lines, Parquet) are in `jaxllm.data.records`, conversations in `jaxllm.data.conversations`.
+Every source is read completely once when it is opened, so that a bad byte, line, row or token stops the run before its
+first step. Afterwards documents are read from disk on access. Records (JSON Lines, Parquet) are in
+`jaxllm.data.records`, conversations in `jaxllm.data.conversations`.
 
-A document is {"name": str, "text": str}, or {"name": str, "tokens": integer array [n]} from the tokens source, with
-"weights": array [n] of what each token counts as a target beside it from the chat source.
-Names say where it came from, and do not depend on the machine:
+A document is {"name": str, "text": str}. The tokens source returns {"name": str, "tokens": integer array [n]}; the chat
+source adds "weights": array [n], the weight of each token as a target.
+Names identify the origin of a document and do not depend on the machine:
 
-  python   the file, relative to the standard library
+  python   path relative to the standard library
   text     file:byte offset; files are cut at line boundaries into documents of up to 64 KiB
   jsonl    file:line, from 1
   parquet  file:row, from 0
   chat     file:line, from 1
-  tokens   file:window, from 0; windows overlap by one token, so that each token but the first is a target once
+  tokens   file:window, from 0; windows overlap by one token, so each token but the first is a target exactly once
 """
 
 import array
@@ -31,7 +31,7 @@ from jaxllm.config import DataConfig
 from jaxllm.errors import UserError
 
 PIECE_BYTES = 64 * 1024  # longest document of the text source
-LONE_FILE_PIECES = 20  # at least so many documents from a single text file, so that some can be held out
+LONE_FILE_PIECES = 20  # minimum number of documents from a single text file, so that some can be held out
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 CHUNK = 1 << 20  # bytes or tokens checked at a time
 _LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -43,7 +43,7 @@ class File(NamedTuple):
 
 
 def too_short(sequence_length: int, targets: int) -> UserError:
-    """The error for data that does not fill one sequence."""
+    """Builds the error for data with fewer targets than one sequence."""
     return UserError(
         f"config.data.sequence_length ({sequence_length}) is longer than the data ({targets} tokens to train on); "
         "shorten the first, or give more in config.data.path"
@@ -51,10 +51,10 @@ def too_short(sequence_length: int, targets: int) -> UserError:
 
 
 class Documents:
-    """Random access to documents; see the module's docstring for what one is.
+    """Base class of random-access sources; the module docstring describes the documents.
 
     Attributes:
-      notes: what a person should know of what was read: lines.
+      notes: lines for the log about the data that was read.
     """
 
     notes: tuple[str, ...] = ()
@@ -66,16 +66,16 @@ class Documents:
         raise NotImplementedError
 
     def name(self, i: int) -> str:
-        """Name of document i, without reading it."""
+        """Returns the name of document i without reading it."""
         raise NotImplementedError
 
     def group(self, i: int) -> str:
-        """What is held out together with document i: by itself, unless a source says otherwise."""
+        """Returns the hold-out group of document i, which is held out as a whole; the document alone by default."""
         return self.name(i)
 
 
 class Subset(Documents):
-    """Some documents of another source, by index."""
+    """View of some documents of another source, selected by index."""
 
     def __init__(self, documents: Documents, indices: Sequence[int]):
         self.documents, self.indices = documents, array.array("q", indices)
@@ -92,10 +92,10 @@ class Subset(Documents):
 
 
 class PythonLibrary(Documents):
-    """The standard library's own source: a corpus that every machine has.
+    """Source code of Python's standard library, a corpus that is present on every machine.
 
-    Left out, by rule and without a word: installed packages, tests, empty files, and files that are not UTF-8
-    (some exist to exercise other encodings).
+    Silently skips installed packages, tests, empty files, and files that are not UTF-8 (some exist to test other
+    encodings).
     """
 
     def __init__(self) -> None:
@@ -125,10 +125,10 @@ class PythonLibrary(Documents):
 
 
 class TextFiles(Documents):
-    """Plain text, cut at line boundaries.
+    """Plain text files, cut at line boundaries into documents of up to PIECE_BYTES bytes.
 
     Raises:
-      UserError: a file that is not UTF-8.
+      UserError: a file is not UTF-8.
     """
 
     def __init__(self, files: Sequence[File]):
@@ -162,14 +162,14 @@ class TextFiles(Documents):
 
 
 def _cut(data: mmap.mmap, start: int, limit: int) -> int:
-    """End of the document at `start`: after the last line that fits, or between two characters of a longer line."""
+    """Returns the end of the document at `start`: after the last line that fits, or between characters of a line."""
     stop = start + limit
     if stop >= len(data):
         return len(data)
     line = data.rfind(b"\n", start, stop) + 1
     if line > start:
         return line
-    while data[stop] & 0xC0 == 0x80:  # inside a character
+    while data[stop] & 0xC0 == 0x80:  # continuation byte of a UTF-8 character
         stop -= 1
     return stop
 
@@ -183,7 +183,7 @@ def _check_utf8(path: str, data: mmap.mmap) -> None:
             stop += len(chunk)
             decoder.decode(chunk, final=stop == len(data))
     except UnicodeDecodeError as error:
-        # The decoder counts from what it held back of the chunk before.
+        # error.start counts from the bytes that the decoder buffered from the previous chunk.
         offset = stop - len(error.object) + error.start
         raise UserError(
             f"{path} is not UTF-8 at byte {offset} ({error.reason}); convert it, for instance with iconv -t UTF-8"
@@ -191,10 +191,11 @@ def _check_utf8(path: str, data: mmap.mmap) -> None:
 
 
 class TokenFiles(Documents):
-    """Flat arrays of token ids, as nanoGPT writes them, in windows of sequence_length targets.
+    """Flat binary files of token ids, as nanoGPT writes them, in windows of sequence_length targets.
 
     Raises:
-      UserError: a size that is no whole number of tokens, or an id that is not in the vocabulary.
+      UserError: a file size is not a multiple of the token size, an id is outside the vocabulary, the dtype is not
+        supported, or the data is shorter than one sequence.
     """
 
     def __init__(self, files: Sequence[File], config: DataConfig, vocab_size: int):
@@ -212,10 +213,10 @@ class TokenFiles(Documents):
             _check_ids(file.path, tokens, vocab_size)
             self._tokens.append(tokens)
         windows = [-(-(len(tokens) - 1) // self._length) for tokens in self._tokens]
-        self._first = np.concatenate([[0], np.cumsum(windows)])  # window each file begins with
+        self._first = np.concatenate([[0], np.cumsum(windows)])  # index of the first window of each file
         longest = max(len(tokens) for tokens in self._tokens)
         if longest <= self._length:
-            # Said here, before the hold-out finds too few windows and blames their number.
+            # Raised here, because the hold-out would otherwise fail with a message about the number of documents.
             raise too_short(self._length, longest - 1)
 
     def __len__(self) -> int:

@@ -1,12 +1,12 @@
-"""Documents to batches: shuffle, tokenize, pack, batch; and the exact place to resume from.
+"""Data pipeline from documents to batches: shuffle, tokenize, pack and batch, with exact resumption.
 
-One row of a batch is sequence_length tokens of consecutive documents, cut without loss: a document that does
-not fit goes on in a later row. Every document is [begin] text [end] with the tokenizer's own ids, if it has
-them; its inputs are all tokens but the last, its targets all but the first. An epoch so holds every target once;
-mixing the rows (config.data.shuffle_window) can put its last ones among the first of the next.
+One row of a batch is sequence_length tokens of consecutive documents. Nothing is dropped: a document that does not fit
+continues in a later row. Every document is [begin] text [end], with the tokenizer's begin and end ids if it has them.
+Its inputs are all tokens but the last, its targets all tokens but the first, so an epoch contains every target once.
+Shuffling rows (config.data.shuffle_window) can move the last rows of an epoch among the first rows of the next.
 
-Conversations (the chat source) are not cut but packed whole, each into the first of some open rows that has room for
-it; what is left of a row is padding. An answer so always has its question before it.
+Conversations (the chat source) are not cut: each is packed whole into the first open row with enough room, and the
+rest of a row is padding. An answer therefore always follows its question in the same row.
 """
 
 import sys
@@ -26,23 +26,26 @@ from jaxllm.interop import text as texts
 from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import Tokenizer
 
-_OPEN_ROWS = 16  # that a conversation may go into; more leave less padding, and mix more of an epoch with the next
-_READING_THREADS = 8  # of a process, however many streams it reads
+_OPEN_ROWS = 16  # candidate rows for a conversation; more rows mean less padding and more mixing of epochs
+_READING_THREADS = 8  # per process, for any number of streams
 
 
 def _read_options(streams: int) -> grain.ReadOptions:
-    """How far each of a process's streams is read ahead. Two threads hide a disk, and leave little to read again on
-    resuming; beyond as many streams as threads, documents are read as they are needed."""
+    """Returns the read-ahead of each stream, for a process that reads `streams` streams.
+
+    Two threads per stream hide disk latency and leave little to read again on resuming. With more streams than
+    threads, documents are read on demand.
+    """
     threads = min(2, _READING_THREADS // streams)
     return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=8 * threads)
 
 
 class Examples:
-    """Tokenized documents at random access, for Grain.
+    """Random-access Grain source of tokenized documents.
 
     Args:
-      documents: where the texts come from.
-      tokenizer: None where documents are tokens already.
+      documents: source of the documents.
+      tokenizer: encodes texts; None if documents are token ids already.
     """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer | None):
@@ -58,7 +61,7 @@ class Examples:
         return {
             "tokens": ids[:-1],
             "targets": ids[1:],
-            "weights": weights[1:].astype(np.float32),  # a target's, which is the token after
+            "weights": weights[1:].astype(np.float32),  # the weight of a target, which is the next token
             "documents": np.full(len(ids) - 1, i, np.int32),
         }
 
@@ -78,19 +81,19 @@ def train_iterator(
     split: sources.Split | None = None,
     text: Text | None = None,
 ) -> TrainIterator:
-    """Batches of the training documents without end, in a new order each epoch.
+    """Creates an endless iterator over batches of training documents, in a new order each epoch if shuffled.
 
     Args:
-      config: what to read; its `streams` divide the batch.
+      config: data configuration; its `streams` must divide the batch.
       batch_size: rows of a step over all processes.
-      streams: those whose rows this process needs; all of them by default.
-      vocab_size: ids that the model knows; None takes the tokenizer's.
-      split: the opened corpus, where the caller has it already.
-      text: the model's tokenizer and chat template; None is what `config.tokenizer` names.
+      streams: streams whose rows this process needs; all by default.
+      vocab_size: vocabulary size of the model; the tokenizer's if None.
+      split: the opened corpus, if the caller already has it.
+      text: tokenizer and chat template of the model; loaded from `config.tokenizer` if None.
     Returns:
-      An iterator of batches of batch_size // config.streams rows a stream.
+      An iterator over batches with batch_size // config.streams rows per stream.
     Raises:
-      UserError: data that cannot be used, that does not fill one sequence, or with fewer documents than streams.
+      UserError: the data is not usable, does not fill one sequence, or has fewer documents than streams.
     """
     count = config.streams
     if batch_size % count:
@@ -116,7 +119,7 @@ def train_iterator(
     for stream in chosen:
         rows = _packed(order[stream::count], config, _read_options(len(chosen)))
         if config.shuffle:
-            # The first is named as where it is the only one; the others must not turn their rows alike.
+            # Stream 0 has the seed of a single-stream run; the others need different seeds to shuffle differently.
             seed = _seed(config.seed, f"rows {stream}" if stream else "rows")
             rows = experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_window, seed=seed)
         datasets[stream] = rows.batch(share).map(_finished)
@@ -132,7 +135,7 @@ def train_iterator(
 
 
 class ValidationBatches:
-    """The same batches at every iteration. Each pass reads and tokenizes anew, so that none is kept in memory."""
+    """Re-iterable validation batches, the same each time; every pass reads and tokenizes again to save memory."""
 
     def __init__(self, dataset: grain.IterDataset, limit: int):
         self._dataset, self._limit = dataset, limit
@@ -151,17 +154,17 @@ def validation_batches(
     split: sources.Split | None = None,
     text: Text | None = None,
 ) -> ValidationBatches:
-    """The held-out documents in order, once.
+    """Returns batches of the held-out documents, in order and each document once.
 
     Args:
-      config: what to read.
-      batch_size: rows of every batch; the last is filled up with rows of zero weight, so that one shape serves.
-      limit: batches at most.
-      vocab_size: ids that the model knows; None takes the tokenizer's.
-      split: the opened corpus, where the caller has it already.
-      text: the model's tokenizer and chat template; None is what `config.tokenizer` names.
+      config: data configuration.
+      batch_size: rows of every batch; the last batch is padded with rows of zero weight, so all have one shape.
+      limit: maximum number of batches.
+      vocab_size: vocabulary size of the model; the tokenizer's if None.
+      split: the opened corpus, if the caller already has it.
+      text: tokenizer and chat template of the model; loaded from `config.tokenizer` if None.
     Raises:
-      UserError: data that cannot be used.
+      UserError: the data is not usable.
     """
     examples, _ = _open(config, vocab_size, split, text, validation=True)
     rows = _packed(grain.MapDataset.source(examples), config, _read_options(1))
@@ -172,7 +175,11 @@ def validation_batches(
 def _open(
     config: DataConfig, vocab_size: int | None, split: sources.Split | None, text: Text | None, validation: bool
 ) -> tuple[Examples, Documents]:
-    """One part of the corpus with its tokenizer, after checking that the model knows the ids."""
+    """Opens the training or validation part with its tokenizer.
+
+    Raises:
+      UserError: the tokenizer has ids outside the model's vocabulary, or the data is not usable.
+    """
     tokenizer = None
     if config.source != "tokens" or vocab_size is None:
         text = text or texts.load(config.tokenizer, vocab_size or sys.maxsize)
@@ -198,7 +205,7 @@ def _open(
 
 def _check_length(examples: Examples, sequence_length: int) -> None:
     targets = 0
-    for i in range(len(examples)):  # seldom beyond the first few
+    for i in range(len(examples)):  # usually stops after a few documents
         targets += len(examples[i]["targets"])
         if targets >= sequence_length:
             return
@@ -206,7 +213,7 @@ def _check_length(examples: Examples, sequence_length: int) -> None:
 
 
 def _packed(order: grain.MapDataset, config: DataConfig, reading: grain.ReadOptions) -> grain.IterDataset:
-    # A document of one token has no target, and would leave a hole in the numbering of segments.
+    # A document of one token has no target, and would leave a gap in the segment ids.
     examples = order.filter(lambda example: len(example["targets"]) > 0).to_iter_dataset(reading)
     lengths = dict.fromkeys(("tokens", "targets", "weights", "documents"), config.sequence_length)
     if config.source == "chat":
@@ -223,7 +230,7 @@ def _padded_to(batch_size: int) -> Callable[[Sequence[dict[str, np.ndarray]]], d
 def _finished(
     packed: dict[str, Int32[np.ndarray, "B T"] | Float32[np.ndarray, "B T"]],
 ) -> dict[str, Int32[np.ndarray, "B T"] | Float32[np.ndarray, "B T"]]:
-    """The fields of a batch from what packing gives; padding there is all zeros."""
+    """Converts the output of Grain's packing, padded with zeros, to the fields of a batch."""
     segments = packed["targets_segment_ids"]
     return {
         "tokens": packed["tokens"],
@@ -236,5 +243,5 @@ def _finished(
 
 
 def _seed(seed: int, use: str) -> int:
-    """A seed of its own for each use. Grain adds the epoch to it, so that near seeds would share their orders."""
+    """Derives an independent seed per use. Grain adds the epoch to it, so nearby seeds would repeat orders."""
     return int(np.random.SeedSequence([seed % 2**32, *use.encode()]).generate_state(1)[0] >> 1)

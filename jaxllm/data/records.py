@@ -1,7 +1,7 @@
-"""Records of text as documents: JSON Lines, plain or compressed, and Parquet.
+"""Text records as documents: JSON Lines, plain or compressed, and Parquet.
 
-Compressed and columnar files have no cheap random access: their texts are kept, uncompressed, in an unnamed
-temporary file (in $TMPDIR) for as long as the source is open.
+Compressed and columnar files have no cheap random access. Their texts are stored uncompressed in an unnamed temporary
+file (in $TMPDIR) while the source is open.
 """
 
 import array
@@ -20,10 +20,14 @@ from jaxllm.errors import UserError
 
 
 class Rows(Documents):
-    """One text a line (JSON Lines, plain or .gz or .zst) or a row (Parquet). Rows of empty text are left out.
+    """Documents from JSON Lines (plain, .gz or .zst; one per line) or Parquet (one per row); skips empty texts.
 
+    Args:
+      files: the files to read.
+      field: JSON key or Parquet column of the text.
+      parquet: True for Parquet, False for JSON Lines.
     Raises:
-      UserError: names file:line or file:row, and what is wrong there.
+      UserError: a record is invalid; names file:line or file:row, and the problem.
     """
 
     def __init__(self, files: Sequence[File], field: str, parquet: bool):
@@ -45,7 +49,7 @@ class Rows(Documents):
                     if self._spooled[n]:
                         self._spool.write(data)
                 start += size
-        self._spool.flush()  # before it is read through its descriptor
+        self._spool.flush()  # before reads through the file descriptor
 
     def __len__(self) -> int:
         return len(self._row)
@@ -53,7 +57,7 @@ class Rows(Documents):
     def __getitem__(self, i: int) -> dict[str, Any]:
         n, start, size = self._of_file[i], self._start[i], self._stop[i] - self._start[i]
         if self._spooled[n]:
-            # pread has no file position, which the reading threads would share.
+            # pread does not use the file position, which the reading threads share.
             return {"name": self.name(i), "text": os.pread(self._spool.fileno(), size, start).decode()}
         with open(self.files[n].path, "rb") as handle:
             handle.seek(start)
@@ -71,7 +75,7 @@ def _encoded(text: str, where: str) -> bytes:
 
 
 def _jsonl_texts(file: File, field: str) -> Iterator[tuple[int, str, int]]:
-    """(line from 1, its text, its bytes with the line end) of every line; a blank line has text ""."""
+    """Yields (line number from 1, text, bytes of the line with its end) for every line; a blank line has text ""."""
     for number, line, record in json_lines(file):
         where = f"{file.path}:{number}"
         if not line.strip():
@@ -86,10 +90,10 @@ def _jsonl_texts(file: File, field: str) -> Iterator[tuple[int, str, int]]:
 
 
 def json_lines(file: File) -> Iterator[tuple[int, bytes, Any]]:
-    """(number from 1, the line with its end, its value) of every line; a blank line's value is None.
+    """Yields (line number from 1, the line with its end, parsed value) for every line; None for a blank line.
 
     Raises:
-      UserError: names file:line, and what is wrong there; or a file that cannot be read to its end.
+      UserError: a line is not UTF-8 or not JSON (names file:line and the problem), or the file is not readable.
     """
     try:
         with _open_lines(file.path) as lines:
@@ -118,7 +122,7 @@ def _open_lines(path: str) -> BinaryIO:
 
 
 def _parquet_texts(file: File, field: str) -> Iterator[tuple[int, str, int]]:
-    """(row from 0, its text, 0) of every row."""
+    """Yields (row from 0, text, 0) for every row; the 0 matches the tuples of `_jsonl_texts`."""
     import pyarrow
     import pyarrow.parquet
 

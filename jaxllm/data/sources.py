@@ -1,7 +1,7 @@
-"""From configuration to corpus: which files, read as what, and the split into training and validation.
+"""Opens the configured corpus and splits it into training and validation documents.
 
-A document is held out when a hash of its name falls below config.data.validation_fraction. The text source
-hashes the name of the file where there are several files, so that none is in both parts.
+A document is held out if a hash of its name is below config.data.validation_fraction. With several files, the text
+source hashes the file name instead, so that no file is in both parts.
 """
 
 import glob
@@ -21,13 +21,13 @@ from jaxllm.interop.text import Text
 
 
 def find_files(pattern: str, field: str = "path") -> list[File]:
-    """Files that a path or glob (`**` goes into folders) names, sorted by name.
+    """Returns the files that match a path or glob (`**` descends into folders), sorted by name.
 
     Args:
-      pattern: as the user wrote it.
-      field: the configuration field it stands in, for the messages.
+      pattern: path or glob as the user wrote it.
+      field: configuration field that contains it, for messages.
     Raises:
-      UserError: no file matches, or one is empty.
+      UserError: no file matches, or a file is empty.
     """
     pattern = os.path.expanduser(pattern)
     paths = (
@@ -44,10 +44,13 @@ def find_files(pattern: str, field: str = "path") -> list[File]:
 
 
 def open_documents(config: DataConfig, files: Sequence[File], vocab_size: int, text: Text | None = None) -> Documents:
-    """The source `config.source` over some files (which the python source does not use).
+    """Opens `files` with the source that `config.source` names; the python source ignores them.
 
     Args:
-      text: how the chat source puts conversations; None is what `config.tokenizer` names.
+      config: data configuration.
+      files: the files to read.
+      vocab_size: vocabulary size of the model; ids must be below it.
+      text: tokenizer and chat template for the chat source; loaded from `config.tokenizer` if None.
     """
     if config.source == "python":
         return PythonLibrary()
@@ -67,19 +70,19 @@ class Split(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of what was read: lines."""
+        """Lines for the log about the data that was read, without duplicates."""
         return tuple(dict.fromkeys((*self.training.notes, *self.validation.notes)))
 
 
 def split(config: DataConfig, vocab_size: int, text: Text | None = None) -> Split:
-    """Opens the corpus and holds some of it out.
+    """Opens the corpus and splits it into training and validation documents.
 
     Args:
-      config: source, path, validation_path and validation_fraction are read here.
-      vocab_size: ids that a file of tokens may hold.
-      text: how the chat source puts conversations; None is what `config.tokenizer` names.
+      config: data configuration.
+      vocab_size: vocabulary size of the model; ids must be below it.
+      text: tokenizer and chat template for the chat source; loaded from `config.tokenizer` if None.
     Raises:
-      UserError: a file that cannot be used, or a part with no documents.
+      UserError: a file is not usable, or one of the parts has no documents.
     """
     if config.source == "python":
         if config.validation_path:

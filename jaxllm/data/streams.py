@@ -1,9 +1,9 @@
-"""Batches drawn from several streams of documents at once, and the place in each as plain data.
+"""Batches from several document streams, with the position in each stream as JSON-serializable state.
 
-The common endless order of documents is dealt to config.data.streams streams; each packs and mixes its own rows,
-and a global batch is its streams' shares one after another: stream s fills rows s·B/S to (s+1)·B/S. What a batch
-holds so depends on the number of streams and not on the number of processes, each of which reads only the streams
-whose rows its devices take.
+The endless sequence of documents is dealt round-robin to config.data.streams streams. Each stream packs and shuffles
+its own rows, and a global batch concatenates the rows of the streams: stream s fills rows s·B/S to (s+1)·B/S. The
+content of a batch therefore depends on the number of streams and not on the number of processes. Each process reads
+only the streams that fill rows on its devices.
 """
 
 import json
@@ -20,15 +20,15 @@ Batch = dict[str, np.ndarray]
 
 
 class TrainIterator:
-    """Endless batches of some streams' rows.
+    """Endless iterator over the rows of some streams, with save and restore of its position.
 
     Args:
-      datasets: stream -> the Grain dataset of its share of each batch.
-      documents: the training documents, to name them.
-      identity: the numbers that fix the order of batches; a state is good only for the same ones.
+      datasets: {stream: Grain dataset of its rows of each batch}.
+      documents: the training documents, for their names.
+      identity: settings that determine the order of batches; a state can only be restored with equal values.
       share: rows of a batch that each stream fills.
     Attributes:
-      rows: which rows of the global batch those of this iterator are, in the same order.
+      rows: indices in the global batch of the rows of this iterator, in order.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class TrainIterator:
         return shares[0] if len(shares) == 1 else {k: np.concatenate([share[k] for share in shares]) for k in shares[0]}
 
     def get_state(self) -> dict[str, dict[str, Any]]:
-        """Stream -> where its next rows begin, as JSON can hold it; small whatever the corpus."""
-        # Through JSON at once, so that a state from memory and one from a file restore alike.
+        """Returns {stream: position of its next rows}, JSON-serializable and small for a corpus of any size."""
+        # Convert through JSON, so that a state from memory restores exactly like one from a file.
         return {
             str(stream): json.loads(json.dumps({"identity": self._identity, "iterator": iterator.get_state()}))
             for stream, iterator in self._iterators.items()
         }
 
     def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Goes to a place that `get_state` gave: the batches after it are the same ones, to the token.
+        """Restores a state from `get_state`; the following batches are identical, token for token.
 
-        Reads again at most one shuffle window of rows a stream.
+        Reads at most one shuffle window of rows per stream again.
 
         Args:
-          state: of at least the streams of this iterator, whichever processes had them then.
+          state: states of at least the streams of this iterator, saved by any processes.
         Raises:
-          UserError: the data, or a setting that orders it, is not what it was.
+          UserError: the state of a stream is missing, or the data or a setting that orders it has changed.
         """
         for stream, iterator in self._iterators.items():
             place = state.get(str(stream))
@@ -82,13 +82,13 @@ class TrainIterator:
             iterator.set_state(_tuples(place["iterator"]))
 
     def document_names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Names of the documents in a `documents` field, each once, in order of first appearance; -1 is skipped."""
+        """Returns the unique names of the documents in a `documents` field, in order of appearance; skips -1."""
         found = dict.fromkeys(int(i) for i in np.ravel(indices) if i >= 0)
         return [self._documents.name(i) for i in found]
 
 
 def _tuples(state: Any) -> Any:
-    """Lists to tuples throughout: Grain's packing compares its slices with tuples, and JSON has only lists."""
+    """Converts lists to tuples recursively: Grain's packing compares its slices with tuples; JSON has only lists."""
     if isinstance(state, dict):
         return {key: _tuples(value) for key, value in state.items()}
     return tuple(_tuples(value) for value in state) if isinstance(state, list) else state

@@ -1,11 +1,11 @@
-"""One conversation as ids, and which of them are the assistant's.
+"""Tokenizes a conversation and marks the tokens of the assistant's turns.
 
-With a chat template, the ids are those of the whole text that the template makes, read as the model reads it in a
-chat: names of special tokens stand for these, and there is one begin token, if there is any. The assistant's are the
-ids of what the template adds to the text when the answer is there, up to and with the token that ends the turn; one
-that reaches over from what stands before is the assistant's too.
+With a chat template, the text rendered from the whole conversation is tokenized as in a chat: names of special tokens
+become those tokens, and there is exactly one begin token if the tokenizer has one. An answer is the text that the
+template adds when its message is appended, up to and including the token that ends the turn. A token that straddles
+the start of an answer belongs to the answer.
 
-Without one, what is said is put end to end with nothing between, and the end token after each of the assistant's turns:
+Without a chat template, messages are concatenated without a separator, and an end token follows each assistant turn:
 
     [begin] prompt answer [end] prompt answer [end]
 """
@@ -24,15 +24,17 @@ from jaxllm.interop.tokenizer import Tokenizer
 Message = Mapping[str, str]  # {"role", "content"}
 ASSISTANT = "assistant"
 
-# Templates that write the day are told the same one each time, so that a run reads the same ids whenever it goes on:
-# the day that the template of Llama 3.1 takes where it is told none.
+# Templates that print the date always get this one, so that a resumed run reads the same ids. It is the default date
+# of the Llama 3.1 template.
 _TODAY = {"strftime_now": lambda form: "26 Jul 2024"}
 
 
 class Turns(NamedTuple):
-    """Attributes:
-    ids: of the whole conversation.
-    answers: of each id the assistant's turn that it belongs to, from 1; 0 where it belongs to none.
+    """Tokenized conversation.
+
+    Attributes:
+      ids: token ids of the whole conversation.
+      answers: number of the assistant turn that each token belongs to, from 1; 0 outside the assistant's turns.
     """
 
     ids: Int32[np.ndarray, " n"]
@@ -40,10 +42,10 @@ class Turns(NamedTuple):
 
 
 def encode(messages: Sequence[Message], text: Text) -> Turns:
-    """A conversation of user, assistant and perhaps others.
+    """Tokenizes a conversation between user, assistant and possibly other roles.
 
     Raises:
-      UserError: the template refuses it, or writes it in a way that does not tell where an answer begins and ends.
+      UserError: the chat template rejects it, or renders it so that the bounds of an answer are ambiguous.
     """
     if text.chat_template is None:
         return _joined(messages, text.tokenizer)
@@ -74,14 +76,14 @@ def _templated(messages: Sequence[Message], text: Text, template: str) -> Turns:
         if whole.startswith(after):
             mine &= spans[:, 0] < len(after)
             last = np.flatnonzero(mine & ends)[-1:]
-        else:  # the template writes a turn otherwise once others follow, as those do that drop old thoughts
+        else:  # the template renders earlier turns differently, as those that drop reasoning do
             last = np.flatnonzero(mine & ends)[:1]
             if not last.size:
                 raise UserError(
                     f"the chat template writes message {i + 1} otherwise once others follow, and no end token tells "
                     "where it ends; use another template, or give its answer alone in a conversation"
                 )
-        mine[last[0] + 1 if last.size else len(ids) :] = False  # what follows the end is the template's, never said
+        mine[last[0] + 1 if last.size else len(ids) :] = False  # text after the end token is not generated
         answers[mine & (answers == 0)] = 1 + answers.max()
     return Turns(ids, answers)
 
@@ -89,7 +91,7 @@ def _templated(messages: Sequence[Message], text: Text, template: str) -> Turns:
 def _with_one_begin(
     ids: Int32[np.ndarray, " n"], spans: Int32[np.ndarray, "n 2"], begin: int | None
 ) -> tuple[Int32[np.ndarray, " m"], Int32[np.ndarray, "m 2"]]:
-    """What `chat.ChatTokenizer` makes of them."""
+    """Replaces any leading begin tokens by exactly one, as `chat.ChatTokenizer` does; no change if `begin` is None."""
     if begin is None:
         return ids, spans
     first = next((i for i, token in enumerate(ids) if token != begin), len(ids))
@@ -118,8 +120,11 @@ def _joined(messages: Sequence[Message], tokenizer: Tokenizer) -> Turns:
 def _question_and_answer(
     question: str, answer: str, tokenizer: Tokenizer
 ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-    """(ids, 1 where they are the answer's). Read apart, as a prompt is before the model goes on from it."""
-    if tokenizer.drops_leading_space:  # read apart, the answer would begin with a space that is not there
+    """Returns (ids, 1 for each token of the answer and 0 otherwise).
+
+    Question and answer are tokenized separately, as a prompt is before the model continues it.
+    """
+    if tokenizer.drops_leading_space:  # tokenized separately, the answer would begin with a spurious space
         ids, spans = tokenizer.encode_with_spans(question + answer)
         return ids, (spans[:, 1] > len(question)).astype(np.int32)
     parts = tokenizer.encode(question), tokenizer.encode(answer)

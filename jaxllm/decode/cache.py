@@ -1,4 +1,4 @@
-"""The KV cache: state as data, declared by `jaxllm.model.specs.cache_specs` and owned by whoever holds it."""
+"""KV cache as an explicit pytree; its arrays are declared by `jaxllm.model.specs.cache_specs`."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from jaxllm.model import specs
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of B sequences.
+    """KV cache of B sequences, over all layers.
 
     Attributes:
-      kv: the tree of `specs.cache_specs`: {"layers": …, "tail": …}.
-      lengths: tokens of each row in the cache; also the position of its next token.
-      capacity: tokens a row may have.
+      kv: Cache arrays, a tree with the structure of `specs.cache_specs`: {"layers": …, "tail": …}.
+      lengths: Number of cached tokens of each row, which is also the position of its next token.
+      capacity: Maximum tokens per row; static.
     """
 
     kv: Any
@@ -26,22 +26,26 @@ class KVCache(flax.struct.PyTreeNode):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales, over all rows; the same for the abstract form."""
+        """Bytes of keys, values and scales over all rows; also defined for an abstract cache."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.kv))
 
 
 def create(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> KVCache:
-    """An empty cache. Its slots are zeros, so that what a mask hides is finite.
+    """Creates an empty cache filled with zeros, so that masked slots are finite.
 
     Args:
-      dtype: of its numbers; int8 comes with float32 scales, one for each token's keys, or values, in one head.
+      model: Architecture of the model.
+      batch: Number of rows.
+      capacity: Maximum tokens per row.
+      dtype: Dtype of keys and values. int8 adds float32 scales, one per token and key/value head, for keys and for
+        values.
     """
     kv = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _arrays(model, batch, capacity, dtype))
     return KVCache(kv, jnp.zeros(batch, jnp.int32), capacity)
 
 
 def abstract(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> KVCache:
-    """The same as `jax.ShapeDtypeStruct`s: nothing is allocated."""
+    """Returns the abstract cache of `jax.ShapeDtypeStruct`s, without allocating arrays."""
     kv = _arrays(model, batch, capacity, dtype)
     return KVCache(kv, jax.ShapeDtypeStruct((batch,), jnp.int32), capacity)  # type: ignore[arg-type]
 

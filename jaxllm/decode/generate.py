@@ -1,8 +1,8 @@
 """Prefill and decoding as pure functions of parameters and state.
 
-Decoding runs on the device in loops of a few tokens. A row that has ended stays as it is, its cache and its
-length too, while its neighbours go on. Both forms are here: with a cache, and with the whole forward pass
-for every token, which is slow and so simple that it defines what the first must compute.
+Decoding runs on the device in loops of a few tokens. A finished row, including its cache and length, stays unchanged
+while other rows continue. There are two versions: with a KV cache, and with a full forward pass per token, which is
+slow but so simple that it is the reference for the first.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,29 @@ from jaxllm.model import transformer
 
 
 def _hidden_at(hidden: Float[Array, "B T D"], places: Int[Array, " B"]) -> Float[Array, "B D"]:
-    """Hidden state of one token of each row."""
+    """Selects the hidden state of one token per row."""
     return jnp.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
 
 
 def _positions(lengths: Int[Array, " B"], valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """Of new tokens. Padding stands at one that exists: learned positions have no row beyond the context."""
+    """Computes the positions of new tokens; padding gets position 0, which is valid for learned positions."""
     return jnp.where(valid, lengths[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
 
 
 def extend(
     params: Any, cache: KVCache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], model: Architecture
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Runs tokens through the model into the cache.
+    """Runs new tokens through the model and appends them to the cache.
 
     Args:
-      valid: False for padding, which may stand anywhere: a token's position is the number of real ones before it.
+      params: Parameter tree.
+      cache: KV cache.
+      tokens: New tokens of each row.
+      valid: False for padding, which may be anywhere: the position of a token is the number of real tokens before it.
+      model: Architecture of the model.
+
     Returns:
-      (float32 logits after the last real token of each row, anything where it has none; the cache with the tokens).
+      (float32 logits after the last real token of each row, undefined for rows without one; the updated cache).
     """
     positions = _positions(cache.lengths, valid)
     hidden, kv, _ = transformer.forward(
@@ -59,11 +64,14 @@ def extend(
 def prefill(
     params: Any, state: DecodeState, tokens: Int[Array, "B C"], valid: Bool[Array, "B C"], model: Architecture
 ) -> DecodeState:
-    """Takes in one chunk of the prompts.
+    """Prefills one chunk of the prompts and samples each row's next token.
 
     Args:
-      tokens: the next tokens of every prompt; rows that have fewer than C are padded, on either side.
-      valid: False for padding. Rows of which nothing is left keep the next token that they have.
+      params: Parameter tree.
+      state: Decoding state with a KV cache.
+      tokens: Next C tokens of every prompt; rows with fewer are padded, on either side.
+      valid: False for padding. Rows without real tokens keep their next token.
+      model: Architecture of the model.
     """
     assert isinstance(state.cache, KVCache)
     logits, cache = extend(params, state.cache, tokens, valid, model)
@@ -73,9 +81,10 @@ def prefill(
 
 
 def _emit(state: DecodeState, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], DecodeState]:
-    """The token of every row, PAD where it has finished, and which rows finish with it.
+    """Emits one token per row (PAD for finished rows) and updates which rows are finished.
 
-    A row ends by length once the token fills its cache: what follows could not be told from a wrong one.
+    A row finishes by length once the token fills its cache: a further token could not be cached, and the output after
+    it would be wrong without any sign of it.
     """
     active = ~state.finished
     generated = state.generated + active
@@ -98,7 +107,7 @@ def _run(
     steps: int,
     limit: Int[Array, ""],
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
-    """Steps until all rows have finished, `limit` times at most, on the device."""
+    """Runs steps in a device loop until all rows are finished, at most `limit` times."""
 
     def going(carry: tuple[Array, DecodeState, Array]) -> Array:
         i, state, _ = carry
@@ -117,10 +126,17 @@ def _run(
 def decode(
     params: Any, state: DecodeState, limit: Int[Array, ""], model: Architecture, steps: int
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
-    """Up to `limit` more tokens for every row that has not finished, at most `steps` (which is static).
+    """Decodes up to `limit` more tokens of every unfinished row.
+
+    Args:
+      params: Parameter tree.
+      state: Decoding state with a KV cache.
+      limit: Maximum number of tokens per row in this call.
+      model: Architecture of the model.
+      steps: Static upper bound of `limit`, the width of the returned tokens.
 
     Returns:
-      (state, tokens: PAD where a row had finished or no step was made).
+      (state, tokens; PAD where a row was finished or no step was made).
     """
 
     def step(state: DecodeState) -> tuple[Array, DecodeState]:
@@ -137,7 +153,7 @@ def decode(
 def decode_without_cache(
     params: Any, state: DecodeState, limit: Int[Array, ""], model: Architecture, steps: int
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
-    """The tokens of `decode` by a full forward pass over the whole buffer for each."""
+    """Decodes like `decode`, but with a full forward pass over the whole token buffer per token."""
 
     def step(state: DecodeState) -> tuple[Array, DecodeState]:
         history = state.cache
@@ -147,7 +163,7 @@ def decode_without_cache(
         logits = transformer.logits(_hidden_at(hidden, history.lengths - 1), params, model)
         drawn = sampling_lib.next_tokens(logits, state.seen, state.sampling, history.lengths)
         tokens, state = _emit(state, drawn)
-        # A finished row's token is written nowhere (out of bounds: dropped).
+        # The token of a finished row gets an out-of-bounds index and is dropped.
         slots = jnp.where(state.finished, history.capacity, history.lengths)
         written = history.tokens.at[jnp.arange(slots.shape[0]), slots].set(tokens, mode="drop")
         history = history.replace(tokens=written, lengths=history.lengths + ~state.finished)

@@ -1,8 +1,8 @@
-"""Choosing the next token. Every row of a batch has its own settings and its own noise.
+"""Sampling of the next token, with separate settings and noise for each row of a batch.
 
-The order is: repetition penalty, temperature, then of the tokens by falling probability the shortest of
-the prefixes that top-k, top-p and min-p allow. The noise of a draw depends on the row's seed, its prompt and
-the position drawn, on nothing else: neighbours, batch size and padding do not change a row's tokens.
+The order is repetition penalty, temperature, and then top-k, top-p and min-p. Each of the three allows a prefix of the
+tokens in order of decreasing probability; the shortest prefix is used. The noise depends only on the row's seed, its
+prompt and the sampled position, so other rows, batch size and padding do not change a row's tokens.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from jaxllm.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """How one prompt is continued; the fields are the flags of `jaxllm.sample`."""
+    """Sampling settings of one prompt; each field is a flag of `jaxllm.sample`."""
 
-    temperature: float = 1.0  # 0 takes the likeliest token
-    top_k: int = 0  # of this many likeliest tokens; 0 is all
-    top_p: float = 1.0  # of the fewest likeliest tokens whose probability reaches this (Holtzman et al. 2020)
-    min_p: float = 0.0  # of tokens at least this many times as likely as the likeliest (Nguyen et al. 2024)
-    repetition_penalty: float = 1.0  # over 1: tokens of the prompt and the text so far are less likely
+    temperature: float = 1.0  # 0 is greedy decoding
+    top_k: int = 0  # number of most likely tokens to sample from; 0 is all
+    top_p: float = 1.0  # sample from the fewest most likely tokens with this total probability (Holtzman et al. 2020)
+    min_p: float = 0.0  # minimum probability, as a fraction of the most likely token's (Nguyen et al. 2024)
+    repetition_penalty: float = 1.0  # above 1: tokens of the prompt and of the text so far become less likely
     seed: int = 0
 
 
 class SamplingParams(flax.struct.PyTreeNode):
-    """`SamplingOptions` of each row, and what else decides its draws.
+    """Sampling parameters of a batch as arrays: the `SamplingOptions`, vocabulary size and random key of each row.
 
     Attributes:
-      vocab_size: ids from this on are padding of the model's vocabulary and never chosen.
-      keys: of the row's noise, from its seed and prompt.
+      vocab_size: Number of valid ids; further ids are padding of the model's vocabulary and are never sampled.
+      keys: Random key of each row's noise, derived from its seed and prompt.
     """
 
     temperature: Float[Array, " B"]
@@ -49,7 +49,11 @@ class SamplingParams(flax.struct.PyTreeNode):
 
 
 def check(options: SamplingOptions) -> None:
-    """Raises UserError, naming the flag, where a value makes no sense (NaN included)."""
+    """Validates sampling options.
+
+    Raises:
+      UserError: A value is out of range or NaN; the message names the flag.
+    """
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature is {options.temperature}; it must be 0 (greedy) or positive")
     if options.top_k < 0:
@@ -65,7 +69,7 @@ def check(options: SamplingOptions) -> None:
 
 
 def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int] | np.ndarray]) -> Key[Array, " B"]:
-    """Keys of the rows' noise: one seed gives each prompt its own."""
+    """Derives each row's random key from its seed and prompt, so equal seeds give different prompts different noise."""
     digests = np.array([zlib.crc32(np.asarray(prompt, "<i4").tobytes()) for prompt in prompts], np.uint32)
     seeded = jax.vmap(lambda seed, digest: jax.random.fold_in(jax.random.key(seed), digest))
     return seeded(np.array(seeds, np.uint32), digests)
@@ -74,14 +78,20 @@ def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int] | np.ndarray]
 def make_params(
     options: Sequence[SamplingOptions], prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int
 ) -> SamplingParams:
-    """One row for each prompt (its token ids) and its options."""
+    """Builds the sampling parameters of a batch, one row per prompt.
+
+    Args:
+      options: Options of each prompt.
+      prompts: Token ids of each prompt.
+      vocab_size: Number of valid ids.
+    """
 
     def column(name: str, dtype: jax.typing.DTypeLike) -> Array:
         return jnp.array([getattr(one, name) for one in options], dtype)
 
     return SamplingParams(
         temperature=column("temperature", jnp.float32),
-        # Any value from the vocabulary's size on is "all"; a larger one need not fit an int32.
+        # All values >= the vocabulary size mean "all"; clamp, because a larger value may not fit in an int32.
         top_k=jnp.array([min(one.top_k, vocab_size) for one in options], jnp.int32),
         top_p=column("top_p", jnp.float32),
         min_p=column("min_p", jnp.float32),
@@ -92,30 +102,32 @@ def make_params(
 
 
 def penalize(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]) -> Float[Array, "B V"]:
-    """Positive logits of seen tokens are divided and negative ones multiplied, once however often seen.
+    """Applies the repetition penalty: divides positive logits of seen tokens by it and multiplies negative ones.
 
-    Source: Keskar et al. 2019 (CTRL), section 4.1, which divides always and so favours repeats of unlikely tokens.
+    The penalty is applied once, however often a token has been seen.
+
+    Source: Keskar et al. 2019 (CTRL), section 4.1, which always divides and so favors repeats of unlikely tokens.
     """
     penalized = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
     return jnp.where(seen, penalized, logits)
 
 
 def num_kept(logits: Float[Array, "B V"], params: SamplingParams) -> Int[Array, " B"]:
-    """How many of the likeliest tokens may be drawn, at least 1, of logits in falling order."""
+    """Returns how many tokens top-k, top-p and min-p keep, at least 1, given logits in decreasing order."""
     rank = jnp.arange(logits.shape[1])[None, :]
     allowed = (params.top_k[:, None] == 0) | (rank < params.top_k[:, None])
-    # Later rules see the distribution that the earlier ones left.
+    # Top-p and min-p apply to the distribution renormalized after top-k.
     logits = jnp.where(allowed, logits, -jnp.inf)
     probabilities = jax.nn.softmax(logits)
     before = jnp.cumsum(probabilities, axis=1) - probabilities
-    # At 1, rounding of the sum must not cut the tail.
+    # With top_p = 1, rounding of the cumulative sum must not remove the tail.
     allowed &= (params.top_p[:, None] >= 1) | (before < params.top_p[:, None])
     allowed &= probabilities >= params.min_p[:, None] * probabilities[:, :1]
     return jnp.maximum(allowed.sum(1, dtype=jnp.int32), 1)
 
 
 def _draw(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Samples by the Gumbel-max trick: the noise belongs to the token's id, so filters do not move it."""
+    """Samples with the Gumbel-max trick; noise is generated per token id, so filters do not change it."""
     V = logits.shape[1]
 
     def row_noise(key: Key[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
@@ -128,7 +140,7 @@ def _draw(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Ar
         return jnp.argmax(logits + noise, axis=1)
 
     def filtered() -> Array:
-        # Noise and ids are sorted along: picking them by the order, one by one, takes accelerators far longer.
+        # Sort noise and ids together with the logits: a gather by the sorted order is far slower on accelerators.
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         rising, noises, order = jax.lax.sort((-logits, noise, ids), dimension=1, num_keys=1, is_stable=True)
         falling = -rising
@@ -136,7 +148,7 @@ def _draw(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Ar
         noisy = jnp.where(kept, falling + noises, -jnp.inf)
         return jnp.take_along_axis(order, jnp.argmax(noisy, axis=1)[:, None], axis=1)[:, 0]
 
-    # Sorting a large vocabulary can take longer than a small model's step; most requests filter nothing.
+    # Sorting a large vocabulary can take longer than a small model's step, and most requests use no filters.
     filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
     return jax.lax.cond(filters.any(), filtered, plain)
 
@@ -144,12 +156,13 @@ def _draw(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Ar
 def next_tokens(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"], params: SamplingParams, positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """The token of each row.
+    """Samples the next token of each row; rows with temperature 0 take the most likely token.
 
     Args:
-      logits: float32.
-      seen: tokens of the row so far, those of its prompt included and padding left out.
-      positions: of the token to be chosen, in its own sequence.
+      logits: Float32 logits.
+      seen: True for tokens of the row's prompt and text so far, without padding.
+      params: Sampling parameters of each row.
+      positions: Position of the sampled token in its sequence.
     """
     logits = penalize(logits, seen, params.repetition_penalty)
     logits = jnp.where(jnp.arange(logits.shape[1])[None, :] < params.vocab_size[:, None], logits, -jnp.inf)

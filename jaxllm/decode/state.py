@@ -1,4 +1,4 @@
-"""What decoding carries from one token to the next."""
+"""Decoding state: the cache, the pending token and the stopping and sampling state of each row."""
 
 from collections.abc import Sequence
 
@@ -14,20 +14,21 @@ from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode.cache import KVCache
 from jaxllm.decode.sampling import SamplingParams
 
-PAD = -1  # in buffers of tokens: none
-END_SLOTS = 16  # end ids a row may have
+PAD = -1  # marks an empty entry in token buffers
+END_SLOTS = 16  # maximum number of end ids per row
 
-# Why a row ended. "stop" is a word of the host, which alone sees text.
+# Finish reasons. The reason "stop" (a stop string) exists only on the host, which alone has the text.
 RUNNING, END, LENGTH = range(3)
 REASONS = {END: "end", LENGTH: "length"}
 
 
 class History(flax.struct.PyTreeNode):
-    """What stands in for a cache where there is none: the tokens themselves.
+    """Token buffer that replaces the KV cache in decoding without a cache.
 
     Attributes:
-      tokens: ids; anything from `lengths` on.
-      lengths, capacity: as in KVCache.
+      tokens: Token ids; undefined from `lengths` on.
+      lengths: Number of tokens of each row.
+      capacity: Maximum tokens per row; static.
     """
 
     tokens: Int[Array, "B S"]
@@ -36,18 +37,19 @@ class History(flax.struct.PyTreeNode):
 
 
 class DecodeState(flax.struct.PyTreeNode):
-    """All that decoding carries from one token to the next.
+    """State of decoding between two tokens, a pytree.
 
     Attributes:
-      cache: of the tokens so far.
-      next: each row's next token, drawn and not yet emitted. Its logits are of no more use: kept, they would be written
-        to memory and read back for every token.
-      seen: tokens in the row's prompt and text, for the repetition penalty.
-      finished: rows that emit no more.
-      reason: RUNNING, END (an end id) or LENGTH (its limit, or the cache is full).
-      generated: tokens emitted, an end id included.
-      limits: most tokens a row may emit.
-      end_ids: PAD where a row has fewer; all PAD ignores every end id.
+      cache: KV cache or token buffer of the tokens so far.
+      next: Next token of each row, sampled but not yet emitted. The token is stored rather than its logits, which would
+        be written to memory and read back for every token.
+      seen: True for tokens of the row's prompt and text, for the repetition penalty.
+      finished: Rows that emit no more tokens.
+      reason: RUNNING, END (an end id) or LENGTH (the row's limit is reached or its cache is full).
+      generated: Number of emitted tokens, including an end id.
+      limits: Maximum number of emitted tokens per row.
+      end_ids: End ids of each row, padded with PAD to E = END_SLOTS; a row of PAD only ignores all end ids.
+      sampling: Sampling parameters of each row.
     """
 
     cache: KVCache | History
@@ -68,7 +70,15 @@ def start(
     limits: Sequence[int],
     end_ids: Sequence[Sequence[int]],
 ) -> DecodeState:
-    """The state before prefill; `limits` and `end_ids` have an entry for each row."""
+    """Creates the state before prefill.
+
+    Args:
+      model: Architecture of the model.
+      cache: Empty KV cache, or token buffer.
+      sampling: Sampling parameters of each row.
+      limits: Maximum number of emitted tokens of each row.
+      end_ids: End ids of each row, at most END_SLOTS.
+    """
     B, V = len(limits), model.vocab_size
     ends = np.full((B, END_SLOTS), PAD, np.int32)
     for row, ids in enumerate(end_ids):
@@ -95,7 +105,7 @@ def start_without_cache(
     limits: Sequence[int],
     end_ids: Sequence[Sequence[int]],
 ) -> DecodeState:
-    """The state of `decode_without_cache`, with the prompts in it: there is nothing to prefill."""
+    """Creates the state of `decode_without_cache`, which already contains the prompts and needs no prefill."""
     tokens = np.zeros((len(prompts), capacity), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -108,7 +118,7 @@ def start_without_cache(
 def abstract(
     model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike, with_cache: bool = True
 ) -> DecodeState:
-    """Shapes and dtypes of the state, its cache in `dtype`; nothing is allocated."""
+    """Returns the shapes and dtypes of the state, with a cache in `dtype`, without allocating arrays."""
 
     def build() -> DecodeState:
         prompts = [np.zeros(1, np.int32)] * batch
@@ -121,6 +131,6 @@ def abstract(
 
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Bool[Array, "B V"]:
-    """The tokens so far, with some more; padding left out."""
+    """Marks tokens as seen; tokens that are not valid (padding) are ignored."""
     rows = jnp.arange(seen.shape[0])[:, None]
-    return seen.at[rows, jnp.where(valid, tokens, seen.shape[1])].set(True, mode="drop")  # padding: out of bounds
+    return seen.at[rows, jnp.where(valid, tokens, seen.shape[1])].set(True, mode="drop")  # out of bounds: dropped

@@ -1,9 +1,9 @@
-"""How weights lie in memory while a TPU decodes.
+"""Weight layout for decoding on TPU: Q, K and V projections transposed to [N, H, D].
 
-The projections to queries, keys and values are declared [D, N, H]. A TPU's registers hold 8 × 128 numbers of the last
-two dimensions, so that a product over D can read them only in another order: XLA makes such a copy of all layers' in
-every call of the token loop, 57 % more bytes of a decoded token of a 1B model with heads of 128. Stored as [N, H, D]
-they are read where they lie.
+These projections are declared as [D, N, H]. TPU registers are tiles of 8 × 128 elements of the last two dimensions, so
+a matmul over D needs the weights in another order. XLA therefore copies the projections of all layers in every call of
+the token loop: 57 % more bytes per decoded token for a 1B model with head dimension 128. Weights stored as [N, H, D]
+are read without a copy.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ _TURNED = ("q", "k", "v")
 
 
 def turn(params: Any) -> Any:
-    """The parameter tree with the projections' dimension of width last."""
+    """Transposes the Q, K and V projections to the TPU layout, in which the model width D is the last dimension."""
     return _moved(params, -3, -1)
 
 
 def straighten(params: Any) -> Any:
-    """The tree that `turn` was given: for products inside a program, where it costs nothing."""
+    """Inverts `turn`: returns the declared layout, for use inside a jitted program, where the transpose is free."""
     return _moved(params, -1, -3)
 
 

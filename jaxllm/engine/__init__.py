@@ -1,1 +1,1 @@
-"""Generation on the host: requests in, text out, around the jitted programs of `decode`."""
+"""Host side of text generation: turns requests into text with the jitted programs of `decode`."""

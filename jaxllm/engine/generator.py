@@ -1,4 +1,4 @@
-"""The host's side of generation: prompts become a batch, device loops become text."""
+"""Text generator on the host: batches and prefills prompts, runs the decode loop and decodes tokens to text."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,23 +23,28 @@ from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.compiled import attached
 from jaxllm.ledger.rows import Figure
 
-CHUNK = 128  # prompt tokens a row takes in at a time
-STEPS = 8  # tokens between two looks at the text
-_LEAST_CAPACITY = 128  # so that short requests of any length share one compilation
+CHUNK = 128  # prompt tokens per row and prefill call
+STEPS = 8  # tokens per row and decode call; the host checks the text between calls
+_LEAST_CAPACITY = 128  # short requests of any length share one compilation
 
-# (index of the prompt, more of its text)
+# Callback for (index of the prompt, new text).
 OnText = Callable[[int, str], None]
-# (sequences, tokens that each may have); raises UserError where they do not fit.
+# Admission check for (number of sequences, maximum tokens per sequence); raises UserError if they do not fit.
 Admit = Callable[[int, int], None]
 
 
 def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int | None = None) -> np.ndarray:
-    """The prompt's ids, as a document begins.
+    """Encodes a prompt as the beginning of a document, with the tokenizer's begin token if it has one.
 
     Args:
-      capacity: tokens that a row's cache has; None is the model's context.
+      prompt: Text of the prompt.
+      tokenizer: Tokenizer of the model.
+      model: Architecture of the model.
+      capacity: Tokens per row in the cache; None means the model's context length.
+
     Raises:
-      UserError: no tokens, one that the model does not have, or too many for one more to fit.
+      UserError: The prompt has no tokens, has a token outside the model's vocabulary, or is so long that no further
+        token fits.
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     tokens = np.concatenate([np.array(begin, np.int32), tokenizer.encode(prompt)])
@@ -63,13 +68,13 @@ def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int
 
 
 def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
-    """Tokens a row gets room for: a power of two, so that few lengths are ever compiled; at most the context."""
+    """Returns the capacity in tokens per row: a power of two, to limit recompilation, at most the context length."""
     needed = max(longest + max_new_tokens, _LEAST_CAPACITY)
     return min(1 << (needed - 1).bit_length(), model.context_length)
 
 
 class _Row:
-    """A prompt's output as it grows."""
+    """Output of one prompt during generation: its tokens and its text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], ends: Sequence[int]):
         self._decoder = StreamDecoder(tokenizer)
@@ -83,10 +88,10 @@ class _Row:
         return self._stream.stopped
 
     def push(self, tokens: np.ndarray) -> str:
-        """Takes the row's part of a token buffer; returns the text that has become certain."""
+        """Appends this row of a token buffer; returns the new text that no later token can change."""
         text = ""
         for token in tokens[tokens != state_lib.PAD].tolist():
-            if self.stopped:  # drawn before the host saw the stop string
+            if self.stopped:  # sampled before the host found the stop string
                 break
             self.tokens.append(token)
             if token not in self._ends:
@@ -101,19 +106,26 @@ class _Row:
 
 
 class Generator:
-    """A model ready to continue prompts.
+    """Text generator: a model, its weights, a tokenizer and the compiled programs.
 
     Args:
-      params: the parameter tree, of any floating dtype; a copy in `dtype` is kept.
-      dtype: of weights and computation, and of the cache too where `cache_dtype` is None.
-      cache_dtype: of the cache; int8 has its scales beside.
-      capacity: tokens a row's cache has; None takes what each call needs, up to the model's context.
-      use_cache: False runs the whole forward pass for every token.
-      admit: asked before anything is allocated for a call; what it raises ends the call and not the generator.
+      model: Architecture of the model.
+      params: Parameter tree of any floating-point dtype; converted to `dtype`.
+      tokenizer: Tokenizer of the model.
+      dtype: Dtype of weights and computation, and of the cache if `cache_dtype` is None.
+      cache_dtype: Dtype of the cache; int8 adds scales.
+      capacity: Tokens per row in the cache; None allocates what each call needs, up to the model's context length.
+      chunk: Prompt tokens per row and prefill call.
+      steps: Tokens per row and decode call.
+      use_cache: Whether to use a KV cache; False runs a full forward pass per token.
+      admit: Admission check, called before a call allocates anything. If it raises, the call ends and the generator
+        remains usable.
+
     Attributes:
-      live: bytes that the last call held on the device: "weights" and, where there was one, "KV cache".
+      live: Bytes on the device in the last call: "weights" and, if there was one, "KV cache".
+
     Raises:
-      UserError: the tokenizer has ids that the model has not.
+      UserError: The tokenizer has ids outside the model's vocabulary.
     """
 
     def __init__(
@@ -150,15 +162,15 @@ class Generator:
         self._compiled: dict[tuple[str, int, int], jax.stages.Compiled] = {}
 
     def encode(self, prompt: str) -> np.ndarray:
-        """The prompt's ids, as a document begins.
+        """Encodes a prompt as the beginning of a document.
 
         Raises:
-          UserError: no tokens, or too many for one more to fit.
+          UserError: The prompt is empty, has a token outside the vocabulary, or leaves no room for a further token.
         """
         return encode(prompt, self._tokenizer, self._model, self._capacity)
 
     def capacity_for(self, longest: int, max_new_tokens: int) -> int:
-        """Tokens a row gets room for."""
+        """Returns the capacity in tokens per row for the longest prompt and the number of new tokens."""
         if self._capacity is not None:
             return min(self._capacity, self._model.context_length)
         return capacity_for(longest, max_new_tokens, self._model)
@@ -166,12 +178,18 @@ class Generator:
     def generate(
         self, prompts: Sequence[str], request: SampleRequest, on_text: OnText | None = None
     ) -> tuple[list[Result], Times]:
-        """Continues every prompt, all in one batch.
+        """Continues all prompts in one batch.
 
         Args:
-          on_text: told of each prompt's text as it becomes certain.
+          prompts: Texts to continue.
+          request: Settings for all prompts.
+          on_text: Callback for new text of each prompt, called as soon as no later token can change that text.
+
+        Returns:
+          (one result per prompt, times of the call).
+
         Raises:
-          UserError: names the flag whose value is wrong.
+          UserError: A setting or a prompt is invalid, or `admit` refuses the call; the message names the flag.
         """
         check(request, len(prompts))
         ids = [self.encode(prompt) for prompt in prompts]
@@ -190,7 +208,7 @@ class Generator:
         if prefill is not None:
             state = self._prefill(prefill, state, ids, capacity)
         first = 0.0
-        limit = 1  # the first token comes alone, the sooner for it
+        limit = 1  # decode the first token alone, so that it is shown sooner
         while True:
             state, buffer = decode(self._params, state, np.int32(limit))
             tokens, finished = np.asarray(buffer), np.array(state.finished)
@@ -223,12 +241,15 @@ class Generator:
         return results, times
 
     def compiled_peaks(self) -> dict[str, Figure]:
-        """Bytes that XLA gives each program of the last call, by name: the figure of `ledger.compiled`."""
+        """Returns XLA's peak bytes of each compiled program, by name; see `ledger.compiled`.
+
+        If a program was compiled for several shapes, the most recently compiled one counts.
+        """
         newest = {name: program for (name, _, _), program in self._compiled.items()}
         return {name: attached.figures(program)["peak"] for name, program in newest.items()}
 
     def _program(self, name: str, batch: int, capacity: int) -> jax.stages.Compiled:
-        """The executable, compiled at its first use."""
+        """Returns the executable of a program for these sizes, and compiles it at its first use."""
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
@@ -244,7 +265,7 @@ class Generator:
     ) -> DecodeState:
         B = len(ids)
         sampling = sampling_lib.make_params(options_of(request, B), ids, self._tokenizer.vocab_size)
-        # The cache's room bounds every row; a larger number need not fit an int32.
+        # The capacity bounds every row; clamp, because a larger value may not fit in an int32.
         limits, end_ids = [min(request.max_new_tokens, capacity)] * B, [ends] * B
         if not self._use_cache:
             return state_lib.start_without_cache(self._model, ids, capacity, sampling, limits, end_ids)
@@ -254,7 +275,7 @@ class Generator:
     def _prefill(
         self, program: Callable[..., Any], state: DecodeState, ids: Sequence[np.ndarray], capacity: int
     ) -> DecodeState:
-        """Takes the prompts in, a chunk at a time: one compilation for prompts of any length."""
+        """Prefills the prompts in chunks of fixed size, so one compilation serves prompts of any length."""
         chunk = min(self._chunk, capacity)
         for begin in range(0, max(map(len, ids)), chunk):
             tokens, valid = np.zeros((len(ids), chunk), np.int32), np.zeros((len(ids), chunk), bool)

@@ -1,4 +1,4 @@
-"""What a caller of the generator asks, and what it gets back."""
+"""Request and result types of the generator, and validation of requests."""
 
 import dataclasses
 
@@ -9,12 +9,15 @@ from jaxllm.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """What is asked about every prompt of a call.
+    """Settings of one call of the generator, for all its prompts.
 
     Attributes:
-      seeds: one for each prompt, in place of the options'; empty gives all the same, and each its own noise for it.
-      stop: strings that end a text, which is cut before them.
-      ignore_eos: go on past end-of-text ids.
+      max_new_tokens: Maximum number of new tokens per prompt.
+      sampling: Sampling options.
+      seeds: One seed per prompt, in place of `sampling.seed`. If empty, all prompts use `sampling.seed`; their noise
+        still differs, because it also depends on the prompt.
+      stop: Stop strings; text ends before the first one.
+      ignore_eos: Whether to continue after end-of-text ids.
     """
 
     max_new_tokens: int = 64
@@ -26,12 +29,13 @@ class SampleRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One prompt's continuation.
+    """Continuation of one prompt.
 
     Attributes:
-      text: without the end-of-text token, and cut before a stop string.
-      tokens: every id drawn, an end-of-text id and those of a stop string included.
-      reason: "end" (of text) | "stop" (a stop string) | "length" (max_new_tokens, or the context is full).
+      prompt: Text of the prompt.
+      text: Generated text, without the end-of-text token and up to a stop string.
+      tokens: All sampled ids, including an end-of-text id and the ids of a stop string.
+      reason: "end" (of text) | "stop" (a stop string) | "length" (max_new_tokens reached, or the context is full).
     """
 
     prompt: str
@@ -42,13 +46,15 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Where a call's time went, in seconds; no figure has another's time in it.
+    """Durations of one call in seconds, which do not overlap, and token counts.
 
     Attributes:
-      compile: of compiling, where the programs were not there already, and making an empty cache.
-      first_token: from the prompts to the first token of each.
-      decode: from then on.
-      tokens_per_second: of decoding, over all prompts, first tokens left out; 0 where there were no others.
+      compile: Compilation of programs that were not compiled before, and allocation of an empty cache.
+      first_token: From the start of prefill to the first token of each prompt.
+      decode: From the first token to the end.
+      prompt_tokens: Number of prompt tokens over all prompts.
+      new_tokens: Number of new tokens over all prompts.
+      tokens_per_second: Decoding rate over all prompts, without first tokens; 0 if there were no others.
     """
 
     compile: float
@@ -60,7 +66,11 @@ class Times:
 
 
 def check(request: SampleRequest, prompts: int) -> None:
-    """Raises UserError, naming the flag, where a value makes no sense for so many prompts."""
+    """Validates a request for the given number of prompts.
+
+    Raises:
+      UserError: A value is invalid; the message names the flag.
+    """
     sampling_lib.check(request.sampling)
     if request.seeds and len(request.seeds) != prompts:
         raise UserError(
@@ -75,6 +85,6 @@ def check(request: SampleRequest, prompts: int) -> None:
 
 
 def options_of(request: SampleRequest, prompts: int) -> list[SamplingOptions]:
-    """The settings of each of so many prompts."""
+    """Returns the sampling options of each prompt, with its seed."""
     seeds = request.seeds or (request.sampling.seed,) * prompts
     return [dataclasses.replace(request.sampling, seed=seed) for seed in seeds]

@@ -1,16 +1,16 @@
-"""Stop strings in a stream of text."""
+"""Detection of stop strings in streamed text."""
 
 from collections.abc import Sequence
 
 
 class StopStream:
-    """Lets text through up to the first stop string to be completed, and nothing that might become one.
+    """Filter for streamed text that ends it before the first complete stop string.
 
-    Where the pieces of the text are cut changes nothing: of two stop strings the one that ends first counts,
-    and of two that end together the longer.
+    Text that may be the beginning of a stop string is held back. The output does not depend on how the text is divided
+    into pieces: of two stop strings, the one that ends first counts, and of two that end together, the longer.
 
     Attributes:
-      stopped: a stop string is complete; no more text comes out.
+      stopped: True once a stop string is complete; no more text is returned.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -20,7 +20,7 @@ class StopStream:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Text that is known to stand before any stop string."""
+        """Appends text; returns the text that is certain to precede any stop string."""
         if self.stopped:
             return ""
         self._held += text
@@ -31,7 +31,7 @@ class StopStream:
         return self._release(len(self._held) - self._open())
 
     def finish(self) -> str:
-        """What was held back, now that no more text comes."""
+        """Ends the stream; returns the text that was held back."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _release(self, count: int) -> str:
@@ -39,6 +39,6 @@ class StopStream:
         return text
 
     def _open(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Returns the length of the longest suffix of the held-back text that is a prefix of a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops)), 0)

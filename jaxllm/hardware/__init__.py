@@ -1,1 +1,1 @@
-"""Devices: their published specifications, what a compiler needs to know of them, and the ones attached."""
+"""Devices: published specifications, compile targets, and detection of the attached devices."""

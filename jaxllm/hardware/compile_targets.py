@@ -1,7 +1,8 @@
-"""What a compiler has to be told of a device that is not there: public figures of chips, and shapes of slices.
+"""Compile targets: what XLA needs to compile for a device that is not attached.
 
-XLA takes a GPU as a text of its figures (`GpuTargetConfigProto`) and a TPU as the name of a slice. Neither needs the
-device. What can only be had from a device (ECC, links, the driver's own rates) is left out: XLA has defaults.
+XLA takes a GPU as a text of its specifications (`GpuTargetConfigProto`) and a TPU as the name of a slice; neither
+needs the device. Values that only a device can report (ECC, links, the driver's own rates) are omitted: XLA has
+defaults.
 """
 
 import dataclasses
@@ -19,11 +20,14 @@ class Capability:
 
     Source: CUDA C++ Programming Guide 12.9, "Technical Specifications per Compute Capability" and "Arithmetic
     Instructions" (float32 lanes). All of them have warps of 32 threads, blocks of at most 1,024 threads and 64 Ki
-    registers, and 48 KiB of shared memory a block before opting in to more. Since Ampere 1 KiB of it is the system's.
+    registers, and 48 KiB of shared memory per block without opt-in. Since Ampere the system reserves 1 KiB of it.
 
     Attributes:
-      threads, shared_memory, lanes: of one multiprocessor; threads at a time, bytes, float32 operations a clock.
-      shared_memory_per_block: bytes that a block may opt in to.
+      major, minor: compute capability.
+      threads: maximum resident threads per multiprocessor.
+      shared_memory: bytes per multiprocessor.
+      shared_memory_per_block: bytes that a block may use with opt-in.
+      lanes: float32 operations per clock and multiprocessor.
     """
 
     major: int
@@ -43,18 +47,22 @@ BLACKWELL = Capability(10, 0, 2048, 228 * KIB, 227 * KIB, 128)
 BLACKWELL_RTX = Capability(12, 0, 1536, 100 * KIB, 99 * KIB, 128)
 
 GPUS_PER_HOST = 8
-# Of the software that `jaxllm[cuda12]` brings, at least: XLA chooses its algorithms by them.
+# Minimum versions that `jaxllm[cuda12]` installs: XLA selects algorithms by them.
 _CUDA, _CUDNN = "12.9.0", (9, 10)
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-    """A CUDA device as XLA's compiler wants it told.
+    """CUDA device specification for XLA's compiler.
 
     Attributes:
-      description: the name that its driver gives.
-      multiprocessors, clock_ghz, l2_bytes: of the whole chip; the highest clock.
-      memory_bytes, bandwidth: of the device memory, bytes and bytes/s.
+      description: name that the driver reports.
+      capability: limits of its compute capability.
+      multiprocessors: number on the chip.
+      clock_ghz: highest clock, GHz.
+      l2_bytes: L2 cache of the chip, bytes.
+      memory_bytes: device memory, bytes.
+      bandwidth: of the device memory, bytes/s.
       source: of multiprocessors, clock and L2.
     """
 
@@ -71,7 +79,7 @@ class GpuTarget:
     extra = "cuda12"
 
     def config_text(self) -> str:
-        """The GpuTargetConfigProto, as text."""
+        """Returns the GpuTargetConfigProto in text format."""
         cuda = self.capability
         info = {
             "threads_per_block_limit": 1024,
@@ -118,10 +126,10 @@ class GpuTarget:
         )
 
     def topology(self, count: int) -> dict[str, Any]:
-        """Arguments of `jax.experimental.topologies.get_topology_desc` for so many devices, 8 to a host.
+        """Returns arguments of `jax.experimental.topologies.get_topology_desc` for `count` devices, 8 per host.
 
         Raises:
-          UserError: more than a host's, and not whole hosts.
+          UserError: `count` exceeds one host and is not a multiple of 8.
         """
         if count > GPUS_PER_HOST and count % GPUS_PER_HOST:
             low = count // GPUS_PER_HOST * GPUS_PER_HOST
@@ -135,16 +143,16 @@ class GpuTarget:
 
 @dataclasses.dataclass(frozen=True)
 class TpuTarget:
-    """A TPU generation, as its compiler names it.
+    """TPU generation, as named by its compiler.
 
     Source: Google Cloud TPU documentation, the page of each version ("configurations").
 
     Attributes:
       generation: v4, v5e, v5p, v6e, tpu7x.
-      dimensions: of the torus that its chips are wired to.
-      largest: chips of the largest slice of powers of two.
-      megacore: whether two cores have to be joined to one device by name; v5p's are one device as they are.
-      devices_per_chip: as JAX counts them; the two cores of a TPU7x are two devices with a memory each.
+      dimensions: of the torus that connects the chips.
+      largest: chips of the largest slice whose size is a power of two.
+      megacore: True if a chip configuration must be named to join two cores into one device; v5p joins them by default.
+      devices_per_chip: as JAX counts them; the two cores of a TPU7x are two devices with separate memory.
     """
 
     generation: str
@@ -157,11 +165,12 @@ class TpuTarget:
     extra = "tpu"
 
     def shape(self, count: int) -> tuple[int, ...]:
-        """Chips along each dimension of a slice of so many devices: powers of two, as even as can be, ones last. 8 are
-        2x4, or 2x2x2.
+        """Returns the chips along each dimension of a slice of `count` devices.
+
+        Sizes are powers of two, as even as possible, ones last: 8 devices are 2x4, or 2x2x2.
 
         Raises:
-          UserError: no such slice; names the nearest.
+          UserError: there is no such slice; the message names the nearest.
         """
         largest = self.largest * self.devices_per_chip
         if count < 1 or count & (count - 1) or count > largest:
@@ -176,17 +185,17 @@ class TpuTarget:
         return (*(size for size in sizes if size > 1), *(1 for size in sizes if size == 1))
 
     def topology(self, count: int) -> dict[str, Any]:
-        """Arguments of `jax.experimental.topologies.get_topology_desc` for so many devices.
+        """Returns arguments of `jax.experimental.topologies.get_topology_desc` for `count` devices.
 
         Raises:
-          UserError: as `shape`.
+          UserError: there is no slice of `count` devices; the message names the nearest.
         """
         shape = self.shape(count)
         arguments: dict[str, Any] = {
             "platform": self.platform,
             "topology_name": f"{self.generation}:{'x'.join(map(str, shape))}",
         }
-        if math.prod(shape) < 4:  # smaller than the host of 2 × 2 chips that is taken otherwise
+        if math.prod(shape) < 4:  # smaller than the default host of 2 × 2 chips
             arguments["chips_per_host_bounds"] = [*shape, 1][:3]
         if self.megacore:
             arguments["chip_config_name"] = "megacore"

@@ -1,6 +1,6 @@
-"""Devices by name, and the machine this process runs on.
+"""Looks up devices by name and detects the device that this process runs on.
 
-The figures stand in `jaxllm.hardware.gpus` and `jaxllm.hardware.tpus`, each with its source.
+The specifications are in `jaxllm.hardware.gpus` and `jaxllm.hardware.tpus`, each with its source.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from jaxllm.hardware.tpus import TPUS
 
 __all__ = ["DEVICES", "Device", "attached", "named", "published", "this_machine"]
 
-# The name that `--device` takes -> (JAX's `device_kind` as a pattern, the device).
+# Value of `--device` -> (regular expression for JAX's `device_kind`, device).
 DEVICES: dict[str, tuple[str, Device]] = {**GPUS, **TPUS}
 
 
 def named(name: str) -> Device:
-    """The device that `--device` names: a key of DEVICES, or `auto` for what this process runs on.
+    """Returns the device that `--device` names: a key of DEVICES, or `auto` for the one this process runs on.
 
     Raises:
-      UserError: no such device; names the nearest.
+      UserError: there is no such device; the message names the nearest.
     """
     if name == "auto":
         return this_machine()
@@ -45,27 +45,28 @@ def named(name: str) -> Device:
 
 
 def published(device_kind: str) -> Device | None:
-    """The table's device for JAX's `device_kind`; None where it has none."""
+    """Returns the device in the tables that matches JAX's `device_kind`; None if there is none."""
     return next((device for pattern, device in DEVICES.values() if re.search(pattern, device_kind)), None)
 
 
 @functools.cache
 def this_machine() -> Device:
-    """The first device that JAX uses here; a CPU is measured, which takes half a second the first time."""
+    """Returns the first local device of JAX. A CPU is measured, which takes half a second the first time."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return _host()
-    jax.device_put(0.0, device).block_until_ready()  # before it, the allocator has no pool to tell of
+    jax.device_put(0.0, device).block_until_ready()  # before an allocation, the allocator reports no pool
     return attached(device.platform, device.device_kind, device.memory_stats() or {})
 
 
 def attached(platform_name: str, kind: str, statistics: Mapping[str, Any]) -> Device:
-    """An accelerator: the table's, with the memory that its backend lets this process have.
+    """Returns an attached accelerator: its published specification, with the memory that this process may use.
 
-    A GPU's allocator takes its pool at once. Where other processes hold part of the device it gets a smaller pool than
-    its limit, and the pool is what there is.
+    A GPU's allocator reserves its pool at once. If other processes occupy part of the device, the pool is smaller than
+    the allocator's limit, and the usable memory is the pool.
 
     Args:
+      platform_name: as JAX names it: gpu | tpu.
       kind: JAX's `device_kind`.
       statistics: its `memory_stats()`, after a first allocation.
     """
@@ -88,7 +89,7 @@ def attached(platform_name: str, kind: str, statistics: Mapping[str, Any]) -> De
 
 
 def _takes_its_pool_at_once() -> bool:
-    """Whether JAX's GPU allocator does, which is its default."""
+    """Returns True if JAX's GPU allocator preallocates its pool, which is the default."""
     allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     grows = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
     return allocator in ("default", "bfc") and not grows
@@ -112,8 +113,10 @@ def _host() -> Device:
 
 
 def _control_group(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
-    """(bytes that this process's control group may have, of them in use), where there is one (Linux); what is in use
-    only to cache files is free."""
+    """Returns (memory limit, memory in use) of this process's Linux control group in bytes; (None, 0) without one.
+
+    Inactive file cache counts as free.
+    """
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())
@@ -124,12 +127,12 @@ def _control_group(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple
 
 
 def _measured() -> tuple[float, float]:
-    """(FLOP/s of a float32 matrix product, bytes/s of a copy), the best of a few, of all cores."""
+    """Returns (FLOP/s of a float32 matmul, bytes/s of a copy) of all cores; the best of several runs."""
     side, numbers = 1024, 2**24
     a = jnp.ones((side, side), jnp.float32)
     flat = jnp.ones(numbers, jnp.float32)
     flops = 2 * side**3 / _best_seconds(lambda: a @ a)
-    bandwidth = 2 * 4 * numbers / _best_seconds(lambda: flat + 1.0)  # read, and written
+    bandwidth = 2 * 4 * numbers / _best_seconds(lambda: flat + 1.0)  # one read and one write
     return flops, bandwidth
 
 

@@ -1,8 +1,8 @@
-"""NVIDIA GPUs: their figures, each with its source.
+"""NVIDIA GPU specifications, each with its source.
 
-Memory is what a driver tells a program: less than the data sheet's where error correction takes some (L4, L40S), more
-where "80 GB" are gibibytes. "XLA" is xla/backends/gpu/target_config/specs of OpenXLA, where drivers' figures are
-published; "PyTorch" the total capacity in public out-of-memory messages, the lowest of them.
+Memory is what a driver reports to a program: less than the data sheet's if error correction takes some (L4, L40S),
+more if "80 GB" are gibibytes. "XLA" is xla/backends/gpu/target_config/specs of OpenXLA, which publishes values that
+drivers report. "PyTorch" is the total capacity in public out-of-memory messages, the lowest of them.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from jaxllm.hardware.compile_targets import (
 )
 from jaxllm.hardware.spec import GB, GIB, TFLOPS, Device, memory_fraction
 
-# GB/s of 16 lanes of PCIe, a direction, by generation, its encoding taken off (PCI Express Base Specification).
+# GB/s of 16 lanes of PCIe per direction, by generation, net of encoding (PCI Express Base Specification).
 _PCIE = {3: 15.75, 4: 31.5, 5: 63.0}
 
 
 def _peaks(
     f32: float, half: float, tf32: float = 0, int8: float = 0, fp8: float = 0, bf16: bool = True
 ) -> dict[str, float]:
-    """FLOP/s by dtype, of TFLOP/s; bfloat16 is as fast as float16, or not there."""
+    """Returns peak FLOP/s by dtype from TFLOP/s; bfloat16 is as fast as float16, or unsupported."""
     told = {"float32": f32, "tensorfloat32": tf32, "float16": half, "int8": int8, "float8": fp8}
     return {dtype: value * TFLOPS for dtype, value in (told | {"bfloat16": half * bf16}).items() if value}
 
@@ -47,7 +47,7 @@ def _torch(gib: float) -> _Memory:
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """Figures of a GPU for its compiler; see `jaxllm.hardware.compile_targets.GpuTarget`."""
+    """GPU specification for the compiler; see `jaxllm.hardware.compile_targets.GpuTarget`."""
 
     description: str
     capability: Capability
@@ -59,7 +59,10 @@ class _Chip:
 
 @dataclasses.dataclass(frozen=True)
 class _Links:
-    """GB/s of one GPU, a direction; without NVLink it talks to its neighbours over PCIe, and so to its host."""
+    """Link bandwidths of one GPU in GB/s per direction, and the PCIe generation.
+
+    Without NVLink (0), PCIe connects a GPU to its neighbours. Without `host` (0), PCIe also connects it to its host.
+    """
 
     pcie: int
     source: str
@@ -78,9 +81,11 @@ def _gpu(
     chip: _Chip,
     links: _Links,
 ) -> Device:
-    """Args:
-    bandwidth: GB/s.
-    source: of bandwidth and peaks.
+    """Returns the specification of a GPU.
+
+    Args:
+      bandwidth: of the device memory, GB/s.
+      source: of bandwidth and peaks.
     """
     figures = {field.name: getattr(chip, field.name) for field in dataclasses.fields(chip)}
     fraction, pcie = memory_fraction(), _PCIE[links.pcie]
@@ -161,7 +166,7 @@ _GB200_NVL72 = "GB200 NVL72 data sheet (2024), a 72nd of the rack's"
 _H100_MEMORY = _Memory(84_942_979_072, "XLA")
 _HGX_B200 = "HGX and DGX B200 data sheets (2024), an eighth of the system's"
 
-# The name that `--device` takes -> (JAX's `device_kind` as a pattern, the device).
+# Value of `--device` -> (regular expression for JAX's `device_kind`, device).
 GPUS: dict[str, tuple[str, Device]] = {
     "v100-16gb": (
         r"V100-SXM2-16GB$",

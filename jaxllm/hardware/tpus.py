@@ -1,10 +1,10 @@
-"""Google TPUs: their figures, each with its source.
+"""Google TPU specifications, each with its source.
 
-Memory is what a TPU's compiler lets a program have, found by compiling ever larger ones for it (libtpu 0.0.42, to
-2 MiB); the runtime keeps the rest. For a v5p it goes to 95.74 GiB of 96, where the documentation promises 95.
+Memory is what a TPU's compiler lets a program use, found by compiling ever larger programs (libtpu 0.0.42, to 2 MiB);
+the runtime reserves the rest. For a v5p it goes to 95.74 GiB of 96, while the documentation promises 95.
 
-Vector memory is what it allots there to a program of many small arrays, in its buffer assignments. A v4 has too little
-to hold any; of a v5p, whose two cores make one device, it gives 47 MiB, but to none that products make.
+Vector memory (VMEM) is what the compiler allots to a program of many small arrays in its buffer assignment. A v4 has
+too little for any. On a v5p, whose two cores make one device, it allots 47 MiB, but none to outputs of matmuls.
 """
 
 import dataclasses
@@ -15,12 +15,14 @@ from jaxllm.hardware.spec import GB, GIB, MIB, TFLOPS, Device
 
 @dataclasses.dataclass(frozen=True)
 class _Figures:
-    """Of one device; GiB, GB/s and TFLOP/s.
+    """Specification of one TPU device, in GiB, GB/s and TFLOP/s.
 
     Attributes:
-      total, usable: GiB of memory; of them, what a program may have.
-      ici, network: GB/s a direction, to chips of its slice and to other slices; a network of 0 is not published.
-      vector: MiB of vector memory for arrays.
+      total, usable: GiB of memory; of them, what a program may use.
+      bandwidth: of the memory, GB/s.
+      bf16, int8, fp8: peak TFLOP/s; 0 if not published.
+      ici, network: GB/s per direction, to chips of the same slice and to other slices; a network of 0 is not published.
+      vector: MiB of vector memory (VMEM) for arrays.
     """
 
     total: float
@@ -58,7 +60,7 @@ def _tpu(name: str, figures: _Figures, target: TpuTarget, source: str = "") -> D
 _V4_TOLD = "Google Cloud TPU documentation, TPU v4 (2025); links: Jouppi et al. 2023, table 4, 6 × 50 GB/s"
 _V7X_TOLD = "Google Cloud TPU documentation, TPU7x (2025), half of a chip's: each of its two cores is a device"
 
-# The name that `--device` takes -> (JAX's `device_kind` as a pattern, the device).
+# Value of `--device` -> (regular expression for JAX's `device_kind`, device).
 TPUS: dict[str, tuple[str, Device]] = {
     "v4": (
         r"TPU v4$",

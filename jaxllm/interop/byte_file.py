@@ -1,4 +1,4 @@
-"""The byte tokenizer as a tokenizer.json: byte-level BPE that has no pairs to join."""
+"""Byte tokenizer as a tokenizer.json: byte-level BPE without merges."""
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -10,9 +10,9 @@ _END = "<|endoftext|>"
 
 
 def as_json() -> JsonTokenizer:
-    """A tokenizer of the same ids as `ByteTokenizer`; its end of a document has a name."""
+    """Returns a tokenizer with the ids of `ByteTokenizer` and a named end-of-document token."""
     made = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
-    # How it splits changes nothing where nothing is joined; as GPT-2 does, so that other formats have a name for it.
+    # Without merges the pre-tokenizer has no effect; GPT-2's is used because other formats have a name for it.
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([_END])

@@ -1,4 +1,4 @@
-"""The run of bytes that each token of a tokenizer.json stands for."""
+"""Byte table of a tokenizer.json: the bytes that each token decodes to."""
 
 import tokenizers
 
@@ -6,10 +6,14 @@ from jaxllm.errors import UserError
 
 
 def of(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> list[bytes]:
-    """The byte run of every id, from its name and the kind of decoder the file has.
+    """Returns the bytes of every id, derived from its name and the type of the file's decoder.
 
+    Args:
+      tokenizer: the parsed file.
+      decoder: the "decoder" field of the file; None if there is none.
+      where: name of the file, for messages.
     Raises:
-      UserError: a decoder under which a token's bytes depend on its neighbours.
+      UserError: the decoder is of a type under which the bytes of a token depend on its neighbours.
     """
     steps = (decoder or {}).get("decoders", [decoder or {}])
     kinds = {step.get("type") for step in steps}
@@ -26,7 +30,7 @@ def of(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> lis
     runs = [b""] * (max(vocabulary.values(), default=-1) + 1)
     alphabet = byte_alphabet()
     for name, i in vocabulary.items():
-        if i in added:  # written in plain text whatever the decoder
+        if i in added:  # stored as plain text, whatever the decoder
             runs[i] = b"" if added[i].special else added[i].content.encode()
         elif "ByteLevel" in kinds:
             known = all(char in alphabet for char in name)
@@ -39,9 +43,9 @@ def of(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> lis
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte.
+    """Maps each printable character that byte-level BPE uses to the byte it represents.
 
-    Bytes that print in Latin-1 stand for themselves; the others take the code points from 256 up, in order.
+    Bytes that are printable in Latin-1 represent themselves; the others use code points from 256 up, in order.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [value for value in range(256) if value not in printable]

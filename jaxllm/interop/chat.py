@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the text that a model was trained on, and that text as ids.
+"""Chat templates: render a conversation as the text that a model was trained on, and tokenize that text.
 
-A template is a program that comes with a model's weights, so it runs in Jinja's sandbox: it can neither change what it
-is given nor reach anything else. What it may ask for is what `transformers` offers (docs: "Chat templates").
+A template is untrusted code that comes with a model's weights. It runs in Jinja's immutable sandbox: it cannot modify
+its inputs or access anything else. It has the functions that `transformers` provides (docs: "Chat templates").
 """
 
 import datetime
@@ -27,15 +27,15 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant" | …, "
 def render(
     messages: Sequence[Message], template: str | None, special: Mapping[str, str], *, add_generation_prompt: bool
 ) -> str:
-    """The conversation as text.
+    """Renders a conversation as text.
 
     Args:
-      messages: in order, each {"role", "content"}.
-      template: Jinja source; None where the model has none.
-      special: how special tokens are written: {"bos_token": "<s>", "eos_token": "</s>"}.
-      add_generation_prompt: begin the assistant's answer.
+      messages: messages in order, each {"role", "content"}.
+      template: Jinja source; None if the model has none.
+      special: special tokens by name: {"bos_token": "<s>", "eos_token": "</s>"}.
+      add_generation_prompt: append the header of the assistant's answer.
     Raises:
-      UserError: no template; one that is broken, or that refuses the conversation.
+      UserError: there is no template, or the template is broken or rejects the conversation.
     """
     if not template:
         raise UserError("the model comes with no chat template; leave --chat out, or use a model tuned for chats")
@@ -51,22 +51,22 @@ def render(
         raise UserError(f"the model's chat template refuses this conversation: {_line(error)}") from error
     except jinja2.exceptions.SecurityError as error:
         raise UserError(f"the model's chat template wants what it may not have: {_line(error)}") from error
-    except Exception as error:  # a template is foreign code: it can fail in every way
+    except Exception as error:  # a template is untrusted code: it can raise anything
         raise UserError(f"the model's chat template fails ({type(error).__name__}: {_line(error)})") from error
 
 
 class ChatTokenizer(Tokenizer):
-    """A tokenizer for text that a template made: special tokens are read as such, and there is one begin token.
+    """Tokenizer for rendered templates: parses special tokens and ensures exactly one begin token.
 
-    A template may write the begin token or leave it to the tokenizer; either way a text gets one, if its documents
-    begin with one at all. `bos_id` is None: nothing is left to put in front.
+    A template may write the begin token or leave it to the tokenizer. The ids have one in both cases, if the wrapped
+    tokenizer has a begin token at all. `bos_id` is None: callers must not prepend another.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         super().__init__(tokenizer._table)
         self.end_ids = tokenizer.end_ids
-        # A turn's text follows other text; its first space is its own.
+        # A turn follows other text, so a space at its start belongs to the turn.
         self.drops_leading_space = tokenizer.drops_leading_space
 
     def encode(self, text: str, special: bool = True) -> Int32[np.ndarray, " n"]:
@@ -79,11 +79,11 @@ class ChatTokenizer(Tokenizer):
 
 
 class _RefusalError(Exception):
-    """What `raise_exception` in a template raises."""
+    """Raised by `raise_exception` in a template."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks what the assistant says; the text is the same without the marks."""
+    """Jinja extension that accepts {% generation %} … {% endgeneration %} marks and renders only their content."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -93,7 +93,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Json(jinja2.ext.Extension):
-    """`tojson` as templates expect it: Unicode as it is, and no HTML escapes."""
+    """Jinja extension with `tojson` as templates expect it: unescaped Unicode and no HTML escapes."""
 
     def __init__(self, environment: jinja2.Environment):
         super().__init__(environment)
@@ -110,7 +110,7 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-@functools.lru_cache(maxsize=16)  # it takes milliseconds, and a data set has many conversations
+@functools.lru_cache(maxsize=16)  # compilation takes milliseconds, and a data set has many conversations
 def _compiled(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
@@ -133,5 +133,5 @@ def _line(error: Exception) -> str:
 
 
 def turns(texts: Iterable[str]) -> list[Message]:
-    """User and assistant in turn, the user first."""
+    """Converts texts to messages of alternating roles, the user first."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]

@@ -1,7 +1,7 @@
-"""Copies of arrays that lie another way than they are wanted, at about the speed of a disk.
+"""Tiled host copies of arrays whose memory layout changes, at about the speed of a disk.
 
-NumPy writes a transposed copy row after row and so reads a column after a column: every number costs a line of the
-cache. Here it goes tile by tile: the lines that a tile reads are still in the cache when their other numbers are due.
+NumPy writes a transposed copy row by row and therefore reads column by column: every element costs a cache line. Here
+the copy goes tile by tile, and a cache line is still cached when its other elements are needed.
 """
 
 import itertools
@@ -11,17 +11,18 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-# Numbers of a tile along the axis that the source has side by side, and of a tile in all. Measured; half or twice as
-# many make no difference to speak of.
+# Elements of a tile along the source's most contiguous axis, and elements of a tile in total. Measured; half or twice
+# as many make little difference.
 _RUN = 1024
 _TILE = 8192
-_ALIGNED = 64  # bytes, of which XLA wants the start of an array to be a multiple
+_ALIGNED = 64  # bytes; XLA requires arrays to start at a multiple of this
 
 
 def copy(source: np.ndarray, out: np.ndarray) -> None:
-    """Fills `out` with the numbers of an array of the same shape, which may be any view of anything.
+    """Copies the elements of `source`, which may be any view, into `out` of the same shape.
 
-    Where the dtype stays they are copied as bits, so that NaNs keep theirs and NumPy knows how to be quick.
+    If the dtypes are equal, the elements are copied as unsigned integers: this preserves NaN payloads and is a fast
+    path in NumPy. Otherwise they are cast.
     """
     if source.dtype == out.dtype:
         bits = np.dtype(f"u{source.dtype.itemsize}")
@@ -37,12 +38,12 @@ def copy(source: np.ndarray, out: np.ndarray) -> None:
     steps[last] = max(1, _TILE // steps[axis])
     for corner in itertools.product(*(range(0, n, step) for n, step in zip(source.shape, steps, strict=True))):
         tile = tuple(slice(i, i + step) for i, step in zip(corner, steps, strict=True))
-        # What is to be cast is put in order first: NumPy casts numbers that lie apart one by one.
+        # Make the tile contiguous before a cast: NumPy casts strided elements one by one.
         out[tile] = source[tile] if source.dtype == out.dtype else np.ascontiguousarray(source[tile])
 
 
 def aligned(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> np.ndarray:
-    """An array of no numbers yet that JAX on a CPU takes as its own; of one that lies elsewhere it makes a copy."""
+    """Allocates an uninitialized array, aligned to 64 bytes: JAX on CPU uses it without a copy."""
     numpy = np.dtype(dtype)
     size = math.prod(shape) * numpy.itemsize
     room = np.empty(size + _ALIGNED, np.uint8)
@@ -51,7 +52,7 @@ def aligned(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> np.ndarray:
 
 
 def contiguous(source: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array in the order of its indices; itself if it is so already."""
+    """Returns the array in C order with the given dtype; returns `source` itself if it has both already."""
     if source.dtype == dtype and source.flags.c_contiguous:
         return source
     made = np.empty(source.shape, dtype)
@@ -60,7 +61,7 @@ def contiguous(source: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _merged(source: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both with as few axes as will do: those that follow one another in both are one."""
+    """Returns both arrays with adjacent axes merged wherever the axes are contiguous in both."""
     shape: list[int] = []
     strides: list[list[int]] = [[], []]
     for axis, n in enumerate(source.shape):

@@ -1,4 +1,4 @@
-"""Any model from the world by one name: a Hugging Face folder, a GGUF file, or an id of the hub."""
+"""Opens a pretrained model by name: a Hugging Face folder, a GGUF file, or a Hugging Face hub id."""
 
 import dataclasses
 import pathlib
@@ -11,12 +11,12 @@ from jaxllm.interop.pretrained import Pretrained
 
 
 def open_model(spec: str) -> Pretrained:
-    """The model that a person names, its weights not read yet.
+    """Opens a pretrained model without reading its weights.
 
     Args:
-      spec: a folder with config.json, a .gguf file, or "organisation/name" of the Hugging Face hub.
+      spec: a folder with config.json, a .gguf file, or an id "organisation/name" of the Hugging Face hub.
     Raises:
-      UserError: it is none of these, or cannot be read.
+      UserError: `spec` is none of these, or cannot be read.
     """
     path = pathlib.Path(spec).expanduser()
     if path.is_dir():

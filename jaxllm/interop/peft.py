@@ -1,9 +1,9 @@
-"""Low-rank adapters as folders in the layout of Hugging Face's PEFT library: written, and read onto a model.
+"""Export and import of LoRA adapters in the folder layout of Hugging Face's PEFT library.
 
-A folder has adapter_config.json and adapter_model.safetensors. Beside a weight W [outputs, inputs] stand lora_A
-[rank, inputs] and lora_B [outputs, rank], so that W + (lora_alpha / r) · lora_B · lora_A is what they make of it;
-beside GPT-2's weights, which are [inputs, outputs], they are laid out the same. Names and places of the weights are
-those of the model's own folder (`folder_rules`).
+A folder has adapter_config.json and adapter_model.safetensors. A weight W [outputs, inputs] has lora_A [rank, inputs]
+and lora_B [outputs, rank]; the adapted weight is W + (lora_alpha / r) · lora_B · lora_A. GPT-2's weights are [inputs,
+outputs], and their adapters have the same layout as all others. The names of the weights are those of the model's
+Hugging Face folder (`folder_rules`).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = {"a": "lora_A", "b": "lora_B"}
-# Fields of adapter_config.json that change what adapters compute, and the values of those that are only A and B.
+# Fields of adapter_config.json that change what adapters compute, and their values for plain LoRA (A and B only).
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "use_rslora": (False,),
@@ -49,14 +49,17 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def export(folder: pathlib.Path, model: Architecture, lora: LoraConfig, tree: Any, base: str) -> None:
-    """Writes adapters.
+    """Writes adapters as a PEFT folder, in float32.
 
     Args:
-      folder: that is there.
-      tree: of `adapters.adapter_specs`, without the scale.
-      base: the model that they stand beside, as the run named it.
+      folder: existing folder to write to.
+      model: architecture of the base model.
+      lora: rank, alpha and targets of the adapters.
+      tree: adapter parameters as in `adapters.adapter_specs`, without the scale.
+      base: name of the base model, as given to the training run.
     Raises:
-      UserError: no Hugging Face model is built like the model, or it keeps a target in one tensor with others.
+      UserError: no Hugging Face family matches the architecture, or the family fuses a target with other weights in
+        one tensor.
     """
     family = config_file.write_config(model)[0]
     places = _places(model, family, lora)
@@ -90,15 +93,15 @@ def export(folder: pathlib.Path, model: Architecture, lora: LoraConfig, tree: An
 
 
 def _module_name(module: str, family: str) -> str:
-    """How a configuration names a module in every layer: its last word; two where one would mean another as well."""
+    """Returns the name for `target_modules`: the last component of the path, or the last two if one is ambiguous."""
     return ".".join(module.split(".")[-2 if family == "gpt2" else -1 :])
 
 
 def _places(model: Architecture, family: str, lora: LoraConfig) -> list[tuple[str, str, int | None]]:
-    """(module, path of the adapter in our tree, its row there where it is stacked) of every adapter.
+    """Lists the adapters as (module, path in the parameter tree, row if the layers are stacked, else None).
 
     Raises:
-      UserError: a target is a part of a module.
+      UserError: a target is only a part of a fused module.
     """
     period, places = len(model.pattern), []
     for rule in folder_rules.make(model, family):
@@ -120,10 +123,14 @@ def _places(model: Architecture, family: str, lora: LoraConfig) -> list[tuple[st
 
 
 def onto(opened: Pretrained, folder: pathlib.Path) -> Pretrained:
-    """A model with the adapters of a PEFT folder added to its weights, in float32, as they are loaded.
+    """Returns the model with a loader that merges the adapters of a PEFT folder into its weights, in float32.
 
+    Args:
+      opened: the base model.
+      folder: the PEFT folder.
     Raises:
-      UserError: no such folder, or adapters of another kind, of another model, or with tensors left over.
+      UserError: the folder is missing, or its adapters are of an unsupported kind, belong to another model, or have
+        missing or unexpected tensors.
     """
     config, entries = read_json(folder / CONFIG), read_header(folder / TENSORS)
     lora, family = _read_config(config, folder), opened.family or config_file.write_config(opened.model)[0]
@@ -179,7 +186,7 @@ def _read(
     files: TensorFiles,
     folder: pathlib.Path,
 ) -> Any:
-    """The adapters as our tree has them, float32."""
+    """Reads the adapters into the layout of `adapters.adapter_specs`, in float32."""
     declared = adapter_specs.adapter_specs(model, lora)
     leaves = {
         path_name(path): np.empty(spec.shape, np.float32)

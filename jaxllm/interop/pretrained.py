@@ -1,4 +1,4 @@
-"""A model from the world, opened: what every format gives, and what sampling, training and conversion ask of it."""
+"""Format-independent handle of a pretrained model, used by sampling, training and conversion."""
 
 import dataclasses
 import pathlib
@@ -11,27 +11,27 @@ import numpy as np
 from jaxllm.config import Architecture
 from jaxllm.interop.tokenizer import Tokenizer
 
-# (dtype of the arrays, a tree of shardings as in `Pretrained.load` or None) -> the parameter tree.
+# (dtype of the arrays, tree of shardings as in `Pretrained.load`, or None) -> parameter tree.
 Loader = Callable[[jax.typing.DTypeLike, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A model whose weights are not read yet; `jaxllm.interop.opening.open_model` makes one.
+    """Pretrained model whose weights are not read yet; created by `jaxllm.interop.opening.open_model`.
 
     Attributes:
-      source: what it was opened as, for messages.
+      source: the path or id that it was opened from, for messages.
       model: its architecture.
       loader: reads the weights.
-      stored: the dtype that the weights have where they are, the widest if there are several; what is in blocks of its
-        own kind counts as float32.
-      family: the name that its format has for its kind ("llama", "qwen3_moe"); "" where there is none.
-      quantization: of a GGUF file, what all of its matrices are in, if we write it; "" where there is no such thing.
-      tokenizer: None where it comes with none. Its `bos_id` is what a document begins with, None for nothing.
-      chat_template: Jinja source; None where there is none.
-      special: the template's names of special tokens and how they are written: {"bos_token": "<s>", …}.
-      end_ids: tokens after which nothing more is said; the first ends a document.
-      tokenizer_files: that an export takes along as they are.
+      stored: dtype of the weights in the files, the widest if there are several; block-quantized weights count as
+        float32.
+      family: name of the model family in its format ("llama", "qwen3_moe"); "" if there is none.
+      quantization: for a GGUF file, the supported quantization of all of its matrices; "" if there is none.
+      tokenizer: None if there is none. Its `bos_id` begins every document; None means no begin token.
+      chat_template: Jinja source; None if there is none.
+      special: special tokens by their names in the template: {"bos_token": "<s>", …}.
+      end_ids: tokens that end generation; the first ends a document.
+      tokenizer_files: files that an export copies unchanged.
     """
 
     source: str
@@ -47,13 +47,15 @@ class Pretrained:
     tokenizer_files: tuple[pathlib.Path, ...] = ()
 
     def load(self, dtype: jax.typing.DTypeLike, shardings: Any = None) -> Any:
-        """The parameter tree of `specs.param_specs(self.model)`, straight in its dtype and where it is to lie.
+        """Loads the parameter tree of `specs.param_specs(self.model)`, directly in its dtype and sharding.
 
         Args:
-          dtype: of the arrays.
-          shardings: a tree of shardings like the parameters, or of `jax.ShapeDtypeStruct`s with shardings, to whose
-            shapes arrays are padded with zeros; None is the default device.
+          dtype: dtype of the arrays.
+          shardings: tree of shardings with the structure of the parameters, or of `jax.ShapeDtypeStruct`s with
+            shardings, to whose shapes the arrays are zero-padded. None is the default device.
+        Returns:
+          The parameter tree.
         Raises:
-          UserError: the weights do not belong to the configuration.
+          UserError: the weights do not match the configuration.
         """
         return self.loader(dtype, shardings)

@@ -1,7 +1,7 @@
-"""What a checkpoint's tensors and the arrays of our parameter tree have to do with each other, as data.
+"""Declarative mapping between the tensors of a checkpoint and the arrays of the parameter tree.
 
-A format of checkpoints is a list of `Rule`s. Everything else follows from it: loading, straight to where each array
-lies; saving; and the account of what is missing and what nobody asked for.
+A checkpoint format is a list of `Rule`s. Loading (directly into each array's sharding), saving, and the check for
+missing and unexpected tensors are all derived from that list.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ def _same(tensors: Tensors) -> Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Some tensors of a checkpoint, and the arrays that are made of them and of nothing else.
+    """Mapping between some tensors of a checkpoint and the arrays that are built from exactly these tensors.
 
     Attributes:
-      names: of the tensors.
-      paths: of the arrays: "embed.tokens" in the tree or, in a layer, "attn.q".
-      layer: the layer that `paths` are in, counted as the model counts; None: they are in no layer.
-      load: tensors in the order of `names` -> arrays, of one layer, in the order of `paths`.
-      save: its inverse, to the bit.
-      expert: the arrays are this expert's, each a row of what stands at `paths`; None: they are all of it.
+      names: names of the tensors.
+      paths: paths of the arrays: "embed.tokens" in the tree or, within a layer, "attn.q".
+      layer: index in the model of the layer that contains `paths`; None if they are in no layer.
+      load: tensors in the order of `names` -> arrays of one layer in the order of `paths`.
+      save: inverse of `load`, bit-exact.
+      expert: index of the expert: the arrays are this row of the arrays at `paths`. None: the whole arrays.
     """
 
     names: tuple[str, ...]
@@ -47,14 +47,15 @@ class Rule:
 
 
 def check(rules: Sequence[Rule], names: Collection[str], where: str, ignored: Collection[str] = ()) -> None:
-    """Every tensor is used, and every one that is needed is there.
+    """Checks that the rules use every tensor of a checkpoint and that no required tensor is missing.
 
     Args:
-      names: of the tensors that the checkpoint has.
-      where: the checkpoint, for the message.
-      ignored: tensors that say nothing of their own: constants, or copies of others that have been compared.
+      rules: the rules of the model.
+      names: names of the tensors in the checkpoint.
+      where: the checkpoint, for messages.
+      ignored: tensors without information: constants, or verified copies of other tensors.
     Raises:
-      UserError: lists all names that are missing, and all that are left over.
+      UserError: tensors are missing or unexpected; the message lists all of them.
     """
     wanted = {name for rule in rules for name in rule.names}
     missing, extra = sorted(wanted - set(names)), sorted(set(names) - wanted - set(ignored))
@@ -72,12 +73,14 @@ def _told(missing: list[str], extra: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def check_shapes(model: Architecture, rules: Sequence[Rule], shape: Callable[[str], tuple[int, ...]]) -> None:
-    """Every tensor is of the shape that the model makes it, before any of them is read.
+    """Checks every tensor's shape against the architecture, without reading any tensor.
 
     Args:
-      shape: of a tensor, by name.
+      model: the architecture.
+      rules: its rules.
+      shape: returns the shape of a tensor by name.
     Raises:
-      UserError: one is of another shape.
+      UserError: a shape differs.
     """
     pieces = _Pieces(rules, lambda name: np.broadcast_to(np.zeros((), np.uint8), shape(name)))
     for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(model), is_leaf=is_spec):
@@ -93,15 +96,19 @@ def load(
     dtype: jax.typing.DTypeLike,
     shardings: Any = None,
 ) -> Any:
-    """The parameter tree of a model, array by array: beside what is done there is never more than one array.
+    """Loads the parameter tree one array at a time, with at most one array in host memory besides the loaded ones.
 
     Args:
-      read: a tensor by name; may be a view of a file.
-      dtype: of the arrays.
-      shardings: a tree of shardings like the parameters: each device's part is read and put there; None is the
-        default device. `jax.ShapeDtypeStruct`s in their place have a shape too, to which arrays are padded with zeros.
+      model: the architecture.
+      rules: its rules.
+      read: returns a tensor by name; may be a view of a file.
+      dtype: dtype of the arrays.
+      shardings: tree of shardings with the structure of the parameters: each device's shard is read and placed on it.
+        None is the default device. Leaves may be `jax.ShapeDtypeStruct`s, to whose shapes arrays are zero-padded.
+    Returns:
+      The parameter tree.
     Raises:
-      UserError: a tensor of another shape than the configuration says.
+      UserError: the shape of a tensor differs from the configuration.
     """
     pieces = _Pieces(rules, read)
 
@@ -113,7 +120,7 @@ def load(
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             shares = [len(range(*s.indices(n))) for s, n in zip(index, stored, strict=True)]
-            # What a training step is to write over has to be JAX's own, so that it is not to be had without a copy.
+            # JAX aliases an aligned array. Buffers that a training step overwrites must be owned by JAX: copied.
             made = copying.aligned(shares, dtype) if target is None else np.empty(shares, dtype)
             index = tuple(slice(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True))  # without padding
             sizes = [len(range(s.start, s.stop)) for s in index]
@@ -132,7 +139,7 @@ def load(
         if target is None:
             return jax.device_put(part(tuple(slice(0, n) for n in spec.shape)), may_alias=True)
         sharding = target.sharding if isinstance(target, jax.ShapeDtypeStruct) else target
-        # Waited for, or the host would hold what is still on its way beside what is read next.
+        # Block, or the host keeps arrays in transfer in memory while the next one is read.
         return jax.block_until_ready(jax.make_array_from_callback(stored, sharding, part))
 
     specs = param_specs(model)
@@ -142,7 +149,7 @@ def load(
 
 
 class _Pieces:
-    """The arrays of single layers, made of tensors by rules."""
+    """Builds the arrays of single layers from tensors, according to the rules."""
 
     def __init__(self, rules: Sequence[Rule], read: Callable[[str], np.ndarray]):
         self._by_path = {
@@ -151,18 +158,21 @@ class _Pieces:
         self._read = read
 
     def get(self, layer: int | None, path: str, shape: tuple[int, ...]) -> None:
-        """Makes an array and throws it away: what there is to complain of is found."""
+        """Builds an array and discards it, to raise the errors that loading would raise."""
         for expert, rows in self._parts(layer, path, shape):
             self._made(layer, path, expert, rows)
 
     def copy(
         self, out: np.ndarray, layer: int | None, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> None:
-        """Fills `out` with a part of an array.
+        """Copies a slice of an array into `out`.
 
         Args:
-          shape: of the whole array.
-          index: of the part.
+          out: destination.
+          layer: the layer; None if the array is in no layer.
+          path: path of the array.
+          shape: shape of the whole array.
+          index: the slice.
         """
         experts = range(*index[0].indices(shape[0])) if index else range(0)
         for expert, rows in self._parts(layer, path, shape):
@@ -174,7 +184,7 @@ class _Pieces:
     def _parts(
         self, layer: int | None, path: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[int | None, tuple[int, ...]]]:
-        """(expert or None, shape) of the arrays that the rules give for one of ours."""
+        """Yields (expert or None, shape) of each array that the rules build for one array of the tree."""
         if (layer, path, None) in self._by_path:
             yield None, shape
         else:
@@ -186,7 +196,7 @@ class _Pieces:
         try:
             made = rule.load(tensors)[i]
             reason = ""
-        except ValueError as error:  # a reshape, or a split, of other numbers than there are
+        except ValueError as error:  # a reshape or split that does not match the number of elements
             made, reason = np.empty(()), f" ({error})"
         if made.shape != shape:
             told = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(rule.names, tensors, strict=True))
@@ -197,7 +207,7 @@ class _Pieces:
 
 
 def save(model: Architecture, rules: Sequence[Rule], params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor) of every tensor of a checkpoint, one rule's at a time."""
+    """Yields (name, tensor) of every tensor of a checkpoint, one rule at a time."""
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def array(rule: Rule, path: str) -> np.ndarray:
@@ -215,7 +225,7 @@ def save(model: Architecture, rules: Sequence[Rule], params: Any) -> Iterator[tu
 
 
 def saved_shapes(model: Architecture, rules: Sequence[Rule]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that `save` would give, in its order."""
+    """Returns the shapes of the tensors that `save` yields, in the same order."""
     nothing = map_specs(lambda spec: np.broadcast_to(np.zeros((), np.uint8), spec.shape), param_specs(model))
     return {name: tensor.shape for name, tensor in save(model, rules, nothing)}
 
@@ -225,7 +235,7 @@ def _stacked(path: Any) -> bool:
 
 
 def _place(model: Architecture, path: Any) -> tuple[Sequence[int | None], str]:
-    """(the layers whose arrays stand at a path of the tree, stacked or alone; its path in a rule)."""
+    """Returns (layers whose arrays are stored at a path of the tree, the path within a rule)."""
     parts = path_name(path).split(".")
     if parts[0] == "layers":
         return range(int(parts[1]), model.repeats * len(model.pattern), len(model.pattern)), ".".join(parts[2:])

@@ -1,4 +1,4 @@
-"""How a model reads and writes: its tokenizer, and how it puts a conversation. What is beside its numbers."""
+"""Text settings of a model besides its weights: tokenizer, chat template, special tokens and end tokens."""
 
 import dataclasses
 import json
@@ -15,11 +15,13 @@ from jaxllm.interop.tokenizer import JsonTokenizer, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Attributes:
-    tokenizer: between text and ids.
-    chat_template: Jinja source; None where there is none.
-    special: the template's names of special tokens and how they are written.
-    end_ids: tokens after which a turn has nothing more.
+    """Tokenizer and chat settings of a model.
+
+    Attributes:
+      tokenizer: converts between text and ids.
+      chat_template: Jinja source; None if there is none.
+      special: special tokens by their names in the template.
+      end_ids: tokens that end a turn.
     """
 
     tokenizer: Tokenizer
@@ -29,18 +31,18 @@ class Text:
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """All tokens that end a turn; the likeliest first."""
+        """Returns all tokens that end a turn, most likely first."""
         return tuple(dict.fromkeys((*self.end_ids, *self.tokenizer.end_ids)))
 
 
 def load(spec: str, vocab_size: int = sys.maxsize) -> Text:
-    """What `config.data.tokenizer` names.
+    """Loads the tokenizer and chat settings that `config.data.tokenizer` names.
 
     Args:
-      spec: "bytes", the path of a tokenizer.json, or of a folder that has one and perhaps a chat template.
-      vocab_size: of the model, where it is known: marks that the tokenizer has beyond it are left out of its count.
+      spec: "bytes", the path of a tokenizer.json, or of a folder that has one and optionally a chat template.
+      vocab_size: vocabulary size of the model, if known: the tokenizer's special tokens beyond it are not counted.
     Raises:
-      UserError: there is none.
+      UserError: there is no such tokenizer.
     """
     folder = pathlib.Path(spec).expanduser()
     if spec == "bytes" or not (folder / "tokenizer.json").is_file():
@@ -51,17 +53,20 @@ def load(spec: str, vocab_size: int = sys.maxsize) -> Text:
 
 
 def of(pretrained: Pretrained) -> Text | None:
-    """A model's own; None where it comes with no tokenizer."""
+    """Returns the text settings of a pretrained model; None if it has no tokenizer."""
     if pretrained.tokenizer is None:
         return None
     return Text(pretrained.tokenizer, pretrained.chat_template, pretrained.special, pretrained.end_ids)
 
 
 def save(text: Text, folder: pathlib.Path) -> None:
-    """Writes files that `load` reads the same from, in the layout of a Hugging Face folder.
+    """Writes the settings in the layout of a Hugging Face folder; `load` reads back the same settings.
 
+    Args:
+      text: the settings.
+      folder: destination, created if missing.
     Raises:
-      UserError: a tokenizer that is no tokenizer.json.
+      UserError: the tokenizer has no tokenizer.json form.
     """
     tokenizer = text.tokenizer
     if not isinstance(tokenizer, JsonTokenizer):

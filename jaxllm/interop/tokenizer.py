@@ -1,8 +1,8 @@
-"""Text to token ids and back, one id at a time if need be.
+"""Tokenizers: text to token ids and back, with streaming decoding.
 
-Every tokenizer here is a table: each id stands for a fixed run of bytes (a special token for none), and
-decoding joins the runs and reads them as UTF-8. So whole-text decoding, streaming and bits per byte all
-follow from the same table, and a character split over several tokens comes out whole.
+Every tokenizer here is a table: each id maps to a fixed byte string (special tokens to the empty one). Decoding
+concatenates the byte strings and decodes them as UTF-8. Whole-text decoding, streaming and bits per byte all use this
+table, and a character that spans several tokens decodes correctly.
 """
 
 import codecs
@@ -17,7 +17,7 @@ from jaxtyping import Int32
 from jaxllm.errors import UserError
 from jaxllm.interop import byte_runs
 
-# Names under which published tokenizers keep the token that ends a document or a turn, likeliest first.
+# Names that published tokenizers give the token that ends a document or a turn, most likely first.
 END_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -32,13 +32,15 @@ END_NAMES = (
 
 
 class Tokenizer:
-    """A table of byte runs, and the way from text to ids.
+    """Base class of tokenizers: a table of the bytes of each id, and an encoder.
 
+    Args:
+      table: the bytes of each id; empty for special tokens.
     Attributes:
       vocab_size: number of ids.
       bos_id: id that begins every document, or None.
-      end_ids: ids that end a document or a turn; the first closes the documents of a corpus. May be empty.
-      drops_leading_space: the encoder puts a space before the text, and decoding takes it away again.
+      end_ids: ids that end a document or a turn; the first ends the documents of a corpus. May be empty.
+      drops_leading_space: the encoder prepends a space to the text, and decoding removes it.
     """
 
     bos_id: int | None = None
@@ -50,41 +52,41 @@ class Tokenizer:
         self.vocab_size: int = len(table)
 
     def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
-        """Ids of a text; none is added at its ends.
+        """Returns the ids of a text, without begin or end tokens.
 
         Args:
-          text: what to encode.
-          special: a special token's name in the text stands for that token. Off, it is text like any other,
-            as a corpus needs; a chat template needs it on.
+          text: the text to encode.
+          special: encode the name of a special token in the text as that token, as a chat template needs. If False,
+            the name is ordinary text, as a corpus needs.
         """
         raise NotImplementedError
 
     def encode_with_spans(
         self, text: str, special: bool = False
     ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
-        """What `encode` gives, and of each id the characters of the text that it stands for: [first, past the last)."""
+        """Returns the ids of `encode`, and for each id its half-open range [start, end) of characters in the text."""
         raise NotImplementedError
 
     def joined(self, ids: Iterable[int]) -> bytes:
-        """Byte runs of the ids, end to end. An id outside the table (a padded vocabulary has them) is no text."""
+        """Concatenates the bytes of the ids. Ids outside the table (a padded vocabulary has them) have no bytes."""
         return b"".join(self._table[i] for i in ids if 0 <= i < self.vocab_size)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Bytes of the text that the ids stand for; special tokens are left out."""
+        """Decodes ids to the bytes of the text, without special tokens."""
         data = self.joined(ids)
         return data[1:] if self.drops_leading_space and data.startswith(b" ") else data
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text that the ids stand for; U+FFFD where the bytes are not UTF-8."""
+        """Decodes ids to text; invalid UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def byte_lengths(self) -> Int32[np.ndarray, " vocab_size"]:
-        """Bytes of text each id stands for, 0 for special tokens: bits per byte is bits over their sum."""
+        """Returns the number of bytes of each id, 0 for special tokens; bits per byte is bits divided by their sum."""
         return np.array([len(run) for run in self._table], np.int32)
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are the bytes themselves; 256 ends a document."""
+    """Byte-level tokenizer: ids 0 to 255 are the bytes; 256 ends a document."""
 
     end_ids = (256,)
 
@@ -92,7 +94,7 @@ class ByteTokenizer(Tokenizer):
         super().__init__([bytes([value]) for value in range(256)] + [b""])
 
     def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
-        del special  # the end of a document has no name
+        del special  # the end-of-document token has no name
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def encode_with_spans(
@@ -104,24 +106,24 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """What a tokenizer.json describes, if its tokens are byte-level (GPT-2, Llama 3) or SentencePiece-like (Llama 2).
+    """Tokenizer of a tokenizer.json whose tokens are byte-level (GPT-2, Llama 3) or SentencePiece-like (Llama 2).
 
     Args:
-      content: of the file.
-      where: what to call it in messages.
-      ends: ids that end a document or a turn, the first the document's; those of well-known names come after.
+      content: content of the file.
+      where: name of the file, for messages.
+      ends: ids that end a document or a turn; the first ends a document. Special tokens of `END_NAMES` follow.
     Raises:
-      UserError: not a tokenizer, or of a kind whose tokens do not stand for fixed bytes.
+      UserError: the content is not a tokenizer, or its tokens do not map to fixed bytes.
     """
 
     def __init__(self, content: str, where: str, ends: Sequence[int] = ()):
         try:
-            # Two of them, since whether special names are read is a setting of the object, and threads share it.
+            # Two objects: parsing of special tokens is a setting of the object, and threads share the object.
             self._special, self._plain = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
         except Exception as error:  # the library raises bare Exception for what it cannot read
             raise _not_a_tokenizer(where, error) from error
         for one in (self._special, self._plain):
-            one.no_truncation()  # a file may carry its model's limits, which would cut documents short
+            one.no_truncation()  # a file may set its model's length limit, which would truncate documents
             one.no_padding()
         self._plain.encode_special_tokens = True
         super().__init__(byte_runs.of(self._special, json.loads(content).get("decoder"), where))
@@ -140,39 +142,39 @@ class JsonTokenizer(Tokenizer):
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
     def name_of(self, token: int) -> str | None:
-        """How a token is written in the file; None where it has no such id."""
+        """Returns the name of a token in the file; None if there is no such id."""
         return self._special.id_to_token(token)
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json that is this tokenizer, without limits on the length."""
+        """Serializes the tokenizer as the content of a tokenizer.json, without truncation."""
         return self._special.to_str(pretty=True)
 
     def _find_leading_space(self) -> bool:
-        """Whether the file's own decoder drops one space at the start: ask it, with a token that has one."""
+        """Checks if the file's decoder removes one leading space, by decoding a token that begins with a space."""
         for i, run in enumerate(self._table):
             if len(run) > 1 and run.startswith(b" ") and run[1:].isalpha():
                 return not self._special.decode([i]).startswith(" ")
         return False
 
     def _find_bos(self) -> int | None:
-        """The id that the file's post-processor puts before a text, if it puts one."""
+        """Returns the id that the file's post-processor prepends to a text; None if it prepends none."""
         bare = self._special.encode("a", add_special_tokens=False).ids
         full = self._special.encode("a", add_special_tokens=True).ids
         return full[0] if len(full) > len(bare) and full[1 : 1 + len(bare)] == bare else None
 
     def _find_ends(self, declared: Sequence[int]) -> tuple[int, ...]:
-        """The declared end tokens, then the well-known ones that are marked as special here."""
+        """Returns the declared end tokens, followed by the special tokens of the file that are in `END_NAMES`."""
         special = {token.content: i for i, token in self._special.get_added_tokens_decoder().items() if token.special}
         return tuple(dict.fromkeys([*declared, *(special[name] for name in END_NAMES if name in special)]))
 
 
 class FileTokenizer(JsonTokenizer):
-    """A tokenizer.json.
+    """Tokenizer read from a tokenizer.json on disk.
 
     Args:
-      path: the file. A tokenizer_config.json beside it names the end-of-document token, if it is there.
+      path: the file. If a tokenizer_config.json is next to it, that file names the end-of-document token.
     Raises:
-      UserError: the file is not a tokenizer, or of a kind whose tokens do not stand for fixed bytes.
+      UserError: the file is not a tokenizer, or its tokens do not map to fixed bytes.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -192,17 +194,17 @@ def _not_a_tokenizer(where: str, error: Exception) -> UserError:
 
 
 def _declared_end(settings: pathlib.Path) -> str:
-    """The end token that a tokenizer_config.json names; "" where it names none."""
+    """Returns the end token that a tokenizer_config.json names; "" if there is none."""
     try:
         declared = json.loads(settings.read_text("utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError):
-        return ""  # the settings are a help, not a need
+        return ""  # the settings are optional
     written: object = declared.get("content") if isinstance(declared, dict) else declared
     return written if isinstance(written, str) else ""
 
 
 class StreamDecoder:
-    """Text of a sequence as its ids come: whole characters only, and joined the same as `decode` of them all."""
+    """Incremental decoder: emits whole characters only; the concatenation equals `decode` of all ids."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -210,7 +212,7 @@ class StreamDecoder:
         self._drop_space = tokenizer.drops_leading_space
 
     def push(self, ids: Iterable[int]) -> str:
-        """Text that the ids complete; "" while a character is still open."""
+        """Returns the text that the ids complete; "" while a character is incomplete."""
         data = self._tokenizer.joined(ids)
         if data and self._drop_space:
             data = data.removeprefix(b" ")
@@ -218,17 +220,17 @@ class StreamDecoder:
         return self._utf8.decode(data)
 
     def finish(self) -> str:
-        """What is left of a character that never closed: U+FFFD, or ""."""
+        """Flushes the decoder: returns U+FFFD for an incomplete character, else ""."""
         return self._utf8.decode(b"", final=True)
 
 
 def load(spec: str) -> Tokenizer:
-    """The tokenizer that `config.data.tokenizer` names.
+    """Loads the tokenizer that `config.data.tokenizer` names.
 
     Args:
-      spec: "bytes", or the path of a tokenizer.json or of the folder that holds it.
+      spec: "bytes", or the path of a tokenizer.json or of a folder that contains one.
     Raises:
-      UserError: no such file, or not a tokenizer.
+      UserError: the file is not found, or is not a tokenizer.
     """
     if spec == "bytes":
         return ByteTokenizer()

@@ -1,1 +1,1 @@
-"""One training job over many processes: start-up, liveness, and stopping together."""
+"""Multi-process training jobs: start-up, liveness, and a coordinated stop."""

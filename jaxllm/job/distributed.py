@@ -1,8 +1,8 @@
-"""One job of many processes: how they join, decide and wait for one another, all over the coordination service.
+"""Start-up and coordination of the processes of a job, through JAX's coordination service.
 
-`jax.distributed` starts that service in process 0. It is a small store of keys with barriers, reached over the
-network and never through the devices, so it can be used from any thread and while the devices are busy or stuck.
-Who is alive is `jaxllm.job.watchdog`'s business, at which step all stop `jaxllm.job.stop_signals`'s.
+`jax.distributed` starts the service in process 0. It is a small key-value store with barriers, reached over the
+network and never through the devices, so it works from any thread and while the devices are busy or stuck.
+`jaxllm.job.watchdog` monitors liveness; `jaxllm.job.stop_signals` agrees on the step after which all stop.
 """
 
 import json
@@ -15,20 +15,20 @@ import orbax.checkpoint as ocp
 
 from jaxllm.errors import RunError, UserError
 
-# A missing process ends the job long before (jaxllm.job.watchdog); a slow disk must not.
+# The watchdog ends the job much earlier if a process is missing; this limit only has to tolerate slow disks.
 _PATIENCE_MS = 24 * 60 * 60 * 1000
 _PREFIX = "jaxllm/"
-# The service's own limit, after which it aborts what is left. It counts from a sign of life that may be half of it
-# old, so that half must be later than the limits of jaxllm.job.watchdog, which tells more.
+# Heartbeat timeout of the service, after which it aborts the remaining processes. The last heartbeat may already be
+# half the timeout old, so half of it must exceed the limits of jaxllm.job.watchdog, whose message says more.
 _HEARTBEAT_SECONDS = 56
 
 
 class Job:
-    """The processes of a run, seen from one of them; alone by default.
+    """The processes of a run, as seen from one of them; a single process by default.
 
     Attributes:
-      index: of this process; 0 leads: it alone prints and writes what there is one of.
-      count: of processes.
+      index: index of this process. Process 0 leads: it alone prints and writes shared files.
+      count: number of processes.
     """
 
     def __init__(self, index: int = 0, count: int = 1, client: Any = None):
@@ -44,14 +44,14 @@ class Job:
         return self.count == 1
 
     def barrier(self, name: str) -> None:
-        """Returns when every process has come to the barrier of this name, which is used once."""
+        """Blocks until every process has reached the barrier `name`; each name can be used once."""
         if not self.is_alone:
             self._client.wait_at_barrier(_PREFIX + name, _PATIENCE_MS)
 
     def decide(self, name: str, decision: Callable[[], Any]) -> Any:
-        """What `decision` returns in process 0, in every process; as JSON can hold it.
+        """Calls `decision` in process 0 and returns its result, which must be JSON-serializable, in every process.
 
-        Where it raises, process 0 ends, and so do the others (`jaxllm.job.watchdog`).
+        If it raises, process 0 ends, and the watchdog ends the others.
         """
         if self.is_alone:
             return decision()
@@ -60,7 +60,7 @@ class Job:
         return json.loads(self._client.blocking_key_value_get(_PREFIX + name, _PATIENCE_MS))
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Every process's value, in their order, in process 0; the others get nothing. As JSON can hold it."""
+        """Returns the JSON-serializable values of all processes, in order, in process 0; [] in the others."""
         if self.is_alone:
             return [value]
         self.put(f"{name}/{self.index}", json.dumps(value))
@@ -69,38 +69,39 @@ class Job:
         return [json.loads(found[key]) for key in sorted(found, key=int)]
 
     def put(self, key: str, value: str) -> None:
-        """Sets a key for all to see, or replaces it."""
+        """Sets or replaces a key in the service, visible to all processes."""
         self._client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
 
     def read(self, folder: str) -> dict[str, str]:
-        """Keys below a folder -> their values; empty where there are none."""
+        """Returns {key relative to `folder`: value} for all keys below `folder`."""
         entries = self._client.key_value_dir_get(f"{_PREFIX}{folder}/")
         return {key.split(f"{_PREFIX}{folder}/", 1)[1]: value for key, value in entries}
 
     def orbax_options(self) -> ocp.options.MultiprocessingOptions:
-        """With the processes named, Orbax waits through the service and not through the devices."""
+        """Returns Orbax options that list the processes, so that Orbax synchronizes through the service."""
         active = None if self.is_alone else set(range(self.count))
         return ocp.options.MultiprocessingOptions(active_processes=active)
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None, detect: bool) -> Job:
-    """Joins the job that the arguments or the cluster describe. Nothing may have used a device before.
+    """Joins the job described by the arguments or by the cluster; call it before JAX uses any device.
 
     Args:
-      coordinator: host:port that process 0 listens on; with `processes` and `process`, or none of the three.
-      processes: of the job.
-      process: this one, from 0.
-      detect: take what is not given from the cluster's environment, as JAX knows it (SLURM, Open MPI, Kubernetes
+      coordinator: HOST:PORT on which process 0 listens. Without `detect`, give all of `coordinator`, `processes` and
+        `process`, or none for a single-process job.
+      processes: number of processes in the job.
+      process: index of this process, from 0.
+      detect: take missing arguments from the cluster environment, as detected by JAX (SLURM, Open MPI, Kubernetes
         JobSets, TPU pods).
     Raises:
-      UserError: arguments that do not describe a job, or no cluster to detect.
-      RunError: the others did not come.
+      UserError: the arguments do not describe a job, or no cluster is detected.
+      RunError: the other processes did not connect within 5 minutes.
     """
     given = (coordinator is not None) + (processes is not None) + (process is not None)
     if not given and not detect:
         return Job()
     _check(coordinator, processes, process, given, detect)
-    # SIGTERM is ours: see jaxllm.job.stop_signals.
+    # jaxllm.job.stop_signals handles SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -121,17 +122,17 @@ def join(coordinator: str | None, processes: int | None, process: int | None, de
             f"the processes of the job did not find each other in 5 minutes ({_first_line(error)}); check that all "
             "were started, and that they reach process 0's address"
         ) from error
-    # JAX offers no public way to the service; Orbax takes the same.
+    # JAX has no public API for the service; Orbax uses this private one too.
     from jax._src import distributed
 
     found = distributed.global_state
-    if found.process_id:  # C++ libraries greet on standard output, once a process
+    if found.process_id:  # C++ libraries print to standard output, once per process
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return Job(found.process_id, found.num_processes, found.client)
 
 
 def leave(job: Job) -> None:
-    """Leaves a job that has ended well: returns when every process has come here."""
+    """Leaves a job that has ended without error; blocks until every process has called it."""
     if not job.is_alone:
         jax.distributed.shutdown()
 

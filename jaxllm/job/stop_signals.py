@@ -1,18 +1,18 @@
-"""Stopping on a signal, after the same step in every process.
+"""Coordinated stop on SIGTERM or SIGINT, after the same step in every process.
 
-A signal reaches some processes of a job and not others, and at different steps: one may be several steps ahead of
-another, because steps are handed to the devices before they are done. Were each to stop where it stood, the one
-ahead would wait for ever inside a collective that the others never start.
+A signal may reach only some processes of a job, and at different steps: steps are dispatched asynchronously, so one
+process may be several steps ahead of another. If each stopped where it is, the one ahead would wait forever in a
+collective that the others never start.
 
-So none decides alone, and no step waits for the others until there is a signal:
+The processes therefore agree on the last step. Without a signal, no step waits for this:
 
-1. A process that gets one says so in the coordination service.
-2. Each process's watching thread sees it within a moment and pledges the step after the one that was begun last:
-   its loop will not pass that step before the end is known.
-3. Process 0 makes known the highest pledge, which no process has passed and all reach. All stop after it.
+1. A process that receives a signal publishes a request in the coordination service.
+2. The watchdog thread of each process sees the request shortly afterwards and pledges the step after the one last
+   begun: its loop does not pass that step before the last step is published.
+3. Process 0 publishes the highest pledge as the last step. No process has passed it, and all reach it and stop there.
 
-The pledge is made by a thread of its own, so that a loop that is waiting for its devices, and through them for a
-process behind it, need not run for the agreement to be found.
+The watchdog thread makes the pledge, because the training loop may be blocked on its devices, and through them on a
+process that is behind.
 """
 
 import signal
@@ -26,11 +26,11 @@ _REQUEST, _PLEDGES, _END = "stop/request", "stop/pledges", "stop/end"
 
 
 class Stop:
-    """SIGTERM and SIGINT as a request that the loop meets between steps; a second one is immediate.
+    """Context manager that turns SIGTERM and SIGINT into a stop between steps; a second signal acts immediately.
 
     Args:
-      job: whose processes stop together.
-      first: steps done before the loop begins.
+      job: processes that stop together.
+      first: steps already done before the loop begins.
     """
 
     def __init__(self, job: Job, first: int = 0):
@@ -43,21 +43,21 @@ class Stop:
         self._end: tuple[int, int] | None = None  # (step, signal)
 
     def begin(self, step: int) -> None:
-        """Called before a step is handed to the devices."""
+        """Records that `step` begins; call it before the step is dispatched."""
         with self._changed:
             self._begun = step
 
     def after(self, step: int) -> int:
-        """The signal to stop for after this step, or 0. Waits where the others have not yet said how far they are."""
+        """Returns the signal number to stop for after this step, or 0; blocks while an agreement is pending."""
         if self._job.is_alone:
             return self._received
         with self._changed:
             while self._end is None and self._pledged is not None and step >= self._pledged:
-                self._changed.wait(1.0)  # in turns, so that a second signal is noticed
+                self._changed.wait(1.0)  # with a timeout, so that a second signal is handled
             return self._end[1] if self._end is not None and self._end[0] == step else 0
 
     def tick(self) -> None:
-        """One look at the service, by the watching thread."""
+        """Reads the service once and advances the agreement; called periodically by the watchdog thread."""
         if self._end is not None:
             return
         requests = self._job.read("stop")
@@ -81,7 +81,7 @@ class Stop:
 
     @property
     def is_agreeing(self) -> bool:
-        """Whether the processes are finding their last step: the watching thread then looks more often."""
+        """True while the processes agree on their last step; the watchdog thread then polls more often."""
         return self._pledged is not None and self._end is None
 
     def __enter__(self) -> "Stop":

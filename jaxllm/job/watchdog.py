@@ -1,12 +1,13 @@
-"""A job ends together: when one of its processes dies or fails, the others say so and end too.
+"""Watchdog of a multi-process job: if one process dies or fails, the others report it and exit too.
 
-A process that is gone leaves the others inside a collective operation, where they may wait for ever and where no
-Python code runs. So each process has a watching thread. It signs in the coordination service every two seconds and
-reads there what the others have to say; process 0 also notes who has stopped signing. Where one has failed or is
-gone, the thread gives its own process a moment to end by itself, then prints one line and ends it with status 1.
+A dead process leaves the others in a collective, where they may wait forever and where no Python code runs. Each
+process therefore has a watchdog thread. It writes a heartbeat to the coordination service every two seconds and reads
+the messages of the other processes there; process 0 also marks processes whose heartbeat has stopped. If a process has
+failed, the thread gives its own process a few seconds to exit by itself; then, or at once if a process is gone, it
+prints one line and exits with status 1.
 
-The library below watches too, and aborts the process in C++ when process 0, which keeps the service, goes away.
-That cannot be turned off, but its abort is a signal, and gets our line and status as well.
+JAX's distributed runtime watches too, and aborts the process in C++ if process 0, which runs the service, is gone. That
+cannot be disabled. Its abort raises SIGABRT, whose handler here prints the same line and exits with the same status.
 """
 
 import ctypes
@@ -20,21 +21,21 @@ from jaxllm.job.distributed import Job
 
 _SIGN_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
-# Without a sign for so long, a process is gone: in general, and where a collective operation has failed already.
+# A process without a heartbeat for this long is considered gone: in general, and after a failed collective.
 _GONE_SECONDS, _GONE_SECONDS_SUSPECT = 20.0, 6.0
-_GRACE_SECONDS = 5.0  # for a process to end by itself, in good order
+_GRACE_SECONDS = 5.0  # for a process to exit by itself
 _SIGABRT = 6
 
 
 class Watchdog:
-    """The watching thread of one process; nothing where the job has but one.
+    """Watchdog thread of one process; does nothing in a single-process job.
 
     Args:
-      job: to watch.
+      job: the job to watch.
     Attributes:
-      tick: called at every look; set by the loop (`Stop.tick`).
-      is_hurried: whether to look more often for now.
-      last_good: words on the last good checkpoint, for the line.
+      tick: called at every poll; the training loop sets it to `Stop.tick`.
+      is_hurried: returns True if polls should be more frequent.
+      last_good: returns a phrase about the last good checkpoint, for the error line.
     """
 
     def __init__(self, job: Job):
@@ -52,21 +53,25 @@ class Watchdog:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; the job is about to end well."""
+        """Stops the thread; call it when the job ends without error."""
         if not self._job.is_alone:
             self._closing.set()
             self._thread.join()
 
     def failed(self, error: BaseException, line: str) -> None:
-        """Tells the others that this process ends with an error, and waits a moment so that they can read it.
+        """Reports to the other processes that this one ends with an error, and waits briefly so that they can read it.
 
-        An error of the devices is first held against the rest of the job: where a process is gone, that is the
-        reason, and this one ends with the line that says so: the watching thread's, or where the service cannot be
-        reached, which process 0 keeps, one said here.
+        A device error may be the consequence of a dead process, so it first waits for the heartbeats to show one. If
+        they do, the watchdog thread ends this process with that reason. If the service is unreachable, process 0,
+        which runs it, is gone, and this method ends the process with that reason.
+
+        Args:
+          error: the exception that ends this process.
+          line: one-line message for the other processes.
         """
         if self._job.is_alone:
             return
-        of_devices = isinstance(error, (RuntimeError, ValueError))  # what failed collectives raise
+        of_devices = isinstance(error, (RuntimeError, ValueError))  # the types that failed collectives raise
         try:
             if of_devices:
                 self._job.put("suspect/job", "yes")
@@ -74,13 +79,13 @@ class Watchdog:
             self._closing.set()
             self._job.put(f"failed/{self._job.index}", line)
             self._wait_for_others()
-        except Exception as trouble:  # without the service there is no one to tell
+        except Exception as trouble:  # without the service the others cannot be reached
             if of_devices and not self._job.leads:
                 self._end(self._is_gone("0"))
             print(f"(the other processes could not be told: {type(trouble).__name__})", file=sys.stderr)
 
     def _wait_for_others(self) -> None:
-        """Process 0 takes the service with it, on which the others would abort: it goes last."""
+        """Makes process 0 exit last: the service ends with it, and the other processes would abort."""
         self._job.put(f"left/{self._job.index}", "yes")
         end = time.monotonic() + _GRACE_SECONDS + 4 * _LOOK_SECONDS
         while self._job.leads and time.monotonic() < end and len(self._job.read("left")) < self._job.count:
@@ -92,7 +97,7 @@ class Watchdog:
             try:
                 self._look()
                 reached = time.monotonic()
-            except Exception as error:  # whatever it was, it is told below if it stays
+            except Exception as error:  # may be transient; reported below if it persists
                 if time.monotonic() - reached > _GONE_SECONDS_SUSPECT:
                     self._end(f"{self._is_gone('0')} ({type(error).__name__})")
 
@@ -121,18 +126,18 @@ class Watchdog:
                 self._job.put(f"gone/{process}", "yes")
 
     def _end(self, reason: str, leave: bool = False) -> None:
-        """Ends the process, unless it is about to end by itself."""
+        """Ends the process with status 1; with `leave`, only if it does not exit by itself within the grace period."""
         if leave and self._closing.wait(_GRACE_SECONDS):
             return
         self._print(reason)
         if leave:
             self._wait_for_others()
         elif self._job.leads:
-            self._closing.wait(3 * _LOOK_SECONDS)  # the others read of it in the service, which is here
+            self._closing.wait(3 * _LOOK_SECONDS)  # the others read it in the service, which this process runs
         os._exit(1)
 
     def _print(self, reason: str) -> None:
-        """Says why the process ends, once: of the threads that come here, the first one ends it and the rest wait."""
+        """Prints why the process ends, once: the first thread to get here ends the process, and other threads block."""
         self._last_words.acquire()
         print(
             f"error: {reason}; {self.last_good()}; run the same command again, in every process, to go on from there",
@@ -153,14 +158,14 @@ class Watchdog:
         os._exit(1)
 
 
-_abort_handlers: list[object] = []  # what C calls must not be collected
+_abort_handlers: list[object] = []  # callbacks from C must not be garbage-collected
 
 
 def _on_abort(action: Callable[[], None]) -> None:
     """Runs `action` when C++ code aborts the process.
 
-    A handler from the signal module would not do: it runs when the main thread comes back to Python, and an abort
-    never goes back.
+    A handler from the signal module does not work: it runs when the main thread returns to Python, and an abort never
+    does.
     """
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: action())
     _abort_handlers.append(handler)

@@ -1,7 +1,7 @@
-"""The one declaration of low-rank adapters (LoRA, Hu et al. 2021): y = x·W + (alpha / rank) · (x·A)·B, W frozen.
+"""Specs of low-rank adapters (LoRA, Hu et al. 2021): y = x·W + (alpha / rank) · (x·A)·B, with W frozen.
 
-They are declared from the specs of the weights that they stand beside, so that shapes, shardings, initial values,
-counts and ledger rows follow. Their tree has the two groups of layers of the parameter tree:
+Each adapter's specs are derived from the spec of its weight. Shapes, shardings, initial values, counts and ledger rows
+all follow from them. The adapter tree has the two layer groups of the parameter tree:
 
     {"layers": ({"attn": {"q": {"a": [repeats, *inputs, rank], "b": [repeats, rank, *outputs]}, …}, …}, …), "tail": (…)}
 """
@@ -17,7 +17,7 @@ GROUPS = ("layers", "tail")
 
 
 def adapter_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any] | None:
-    """The tree of all adapters, as specs; None where there are none (rank 0)."""
+    """Returns the specs of all adapters, or None if the rank is 0."""
     if not lora.rank:
         return None
     base = param_specs(model)
@@ -25,12 +25,12 @@ def adapter_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any] | Non
 
 
 def trained_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any]:
-    """What a run trains: the adapters, or without them all of the parameters."""
+    """Returns the specs of the trained arrays: the adapters if there are any, otherwise all parameters."""
     return adapter_specs(model, lora) or param_specs(model)
 
 
 def frozen_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any] | None:
-    """What a run holds beside them and never changes; None where that is nothing."""
+    """Returns the specs of the frozen weights under the adapters, or None if all parameters are trained."""
     return param_specs(model) if lora.rank else None
 
 
@@ -43,10 +43,10 @@ def _of_layer(layer: dict[str, Any], lora: LoraConfig) -> dict[str, Any]:
 
 
 def _pair(weight: ParamSpec, rank: int) -> dict[str, ParamSpec]:
-    """A and B beside a weight, stacked as it is.
+    """Returns the specs of a weight's A and B, with the same stacked dimensions as the weight.
 
-    A has normal random numbers (the paper, section 4.1), of the standard deviation that PEFT's uniform ones have:
-    1 / √(3 · inputs). B has zeros, so that training starts from the model as it was.
+    A is initialized from a normal distribution (section 4.1 of the paper) with the standard deviation of PEFT's uniform
+    initialization, 1 / √(3 · inputs). B is initialized to zeros, so training starts from the unchanged model.
     """
     first, end = min(weight.fan_in), max(weight.fan_in) + 1
     inputs = math.prod(weight.shape[first:end])

@@ -1,7 +1,8 @@
-"""Low-rank adapters in a model: their tree (`jaxllm.model.adapter_specs`) beside the weights', or in it.
+"""Low-rank adapters in a model: joining the adapter tree with the weights, scaling it, and merging it into them.
 
-Joined with the weights, a layer's part has its adapters under ADAPTERS: {"q": W, …, "lora": {"q": {"a", "b"}}}. The
-model's functions multiply x with A and the result with B, which comes to them times alpha / rank.
+The adapter tree is declared in `jaxllm.model.adapter_specs`. In a joined tree, each part of a layer has its adapters
+under the key ADAPTERS: {"q": W, …, "lora": {"q": {"a", "b"}}}. The model computes (x·A)·B with B already multiplied by
+alpha / rank.
 """
 
 from typing import Any
@@ -13,16 +14,16 @@ from jaxllm.config import Architecture, LoraConfig
 from jaxllm.model.adapter_specs import GROUPS
 from jaxllm.model.specs import ParamSpec, param_specs
 
-ADAPTERS = "lora"  # their name in a layer's part of the joined tree, and the tag of x·A
+ADAPTERS = "lora"  # key of the adapters in a joined tree, and remat tag of x·A
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """Of what adapters add; 0 where there are none."""
+    """Returns the scale of the adapters' output, alpha / rank; 0 if there are no adapters."""
     return lora.alpha / lora.rank if lora.rank else 0.0
 
 
 def scaled(adapters: Any, scale: float) -> Any:
-    """The adapters with every B times `scale`: their products then need no scale of their own."""
+    """Returns the adapters with every B multiplied by `scale`, so the model applies no scale to activations."""
 
     def visit(node: Any) -> Any:
         if isinstance(node, tuple):
@@ -35,11 +36,11 @@ def scaled(adapters: Any, scale: float) -> Any:
 
 
 def joined(weights: dict[str, Any], adapters: dict[str, Any] | None) -> dict[str, Any]:
-    """The parameter tree with the adapters in it. Trees of anything: arrays, specs, placements.
+    """Returns the parameter tree with the adapters inserted; leaves may be arrays, specs or placements.
 
     Args:
-      weights: a tree like `param_specs`.
-      adapters: a tree like `adapter_specs`; None leaves the weights as they are.
+      weights: Tree with the structure of `param_specs`.
+      adapters: Tree with the structure of `adapter_specs`; None returns the weights unchanged.
     """
     if adapters is None:
         return weights
@@ -54,11 +55,16 @@ def joined(weights: dict[str, Any], adapters: dict[str, Any] | None) -> dict[str
 def merged(
     model: Architecture, weights: dict[str, Any], adapters: dict[str, Any], scale: float, dtype: jax.typing.DTypeLike
 ) -> dict[str, Any]:
-    """The parameter tree of a plain model that computes the same: W + scale · A·B, added in float32.
+    """Merges adapters into the weights, W + scale · A·B, for an equivalent model without adapters.
+
+    The sum is computed in float32.
 
     Args:
-      weights: of the model, padded or not; those without an adapter stay as they are.
-      dtype: of the sums.
+      model: Architecture of the model.
+      weights: Parameter tree, padded or not; weights without an adapter are returned unchanged.
+      adapters: Tree with the structure of `adapter_specs`.
+      scale: alpha / rank.
+      dtype: Dtype of the merged weights.
     """
     specs = param_specs(model)
 

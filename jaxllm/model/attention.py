@@ -1,4 +1,4 @@
-"""The attention sub-layer: projections, positions, and keys and values from the sequence or from a cache."""
+"""Attention sub-layer: projections, rotary positions, and attention within the sequence or over a KV cache."""
 
 import dataclasses
 from typing import Any
@@ -18,15 +18,15 @@ from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Where the tokens of one forward pass stand.
+    """Positions, segments and attention settings of one forward pass, shared by all layers.
 
     Attributes:
-      positions: of each token in its own sequence.
-      segments: tokens attend within one segment only; None where a row is one sequence.
-      valid: False for padding, which is never written to a cache; None where every token is real.
-      angles: rotary (cos, sin) of each layer kind that is rotated; empty for learned positions.
-      attention: what computes it where there is no cache.
-      chunk: of xla: queries whose scores exist at one time; 0 is all of them.
+      positions: Position of each token in its own sequence.
+      segments: Segment ids; tokens attend only within their segment. None if each row is one sequence.
+      valid: False for padding tokens, which are never written to a cache. None if there is no padding.
+      angles: Rotary (cos, sin) of each layer kind with rotary positions; empty for learned positions.
+      attention: Attention implementation, used if there is no cache.
+      chunk: Number of queries whose scores are materialized at once by the `xla` implementation; 0 means all.
     """
 
     positions: Int[Array, "B T"]
@@ -60,12 +60,19 @@ def attention(
     cache: LayerCache | None = None,
     collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], LayerCache | None]:
-    """Self-attention of one layer, over the tokens given or over those and a cache's.
+    """Computes self-attention of one layer, over the given tokens and, if there is a cache, the cached ones.
 
     Args:
-      x: all tokens of the sequences.
+      x: All tokens of the sequences, already all-gathered over `tensor`.
+      params: The layer's attention weights; this device's shard of the heads.
+      model: Architecture of the model.
+      kind: Layer kind: full | sliding | nope.
+      span: Positions, segments and attention settings.
+      cache: The layer's KV cache, or None.
+      collectives: Collectives for the mesh sizes.
+
     Returns:
-      (output, the cache with these tokens written; None where none was given).
+      (this device's tokens of the output, the cache including the new tokens or None if no cache was given).
     """
     q, k, v = (_project(x, params, name, model) for name in "qkv")
     if model.qk_norm:
@@ -96,11 +103,11 @@ def _among_themselves(
     scale: float,
     softcap: float,
 ) -> Float[Array, "B T N H"]:
-    """Each token over those before it in its segment, by the implementation that was chosen; named `attn_context`."""
+    """Computes causal attention within segments by the chosen implementation; the output is tagged `attn_context`."""
     chosen = span.attention
     if chosen.implementation == "pallas":
-        # Positions grow by one from token to token of a segment, so that places in the row tell as much. The kernel
-        # names what it gives itself: what its backward pass reads is what a policy keeps.
+        # Positions increase by one per token of a segment, so the kernel can mask by index in the row. It tags its
+        # outputs itself, so that a remat policy saves exactly what its backward pass reads.
         return flash_attention(
             *(q, k, v, span.segments, span.segments),
             causal=True,

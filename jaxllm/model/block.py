@@ -1,4 +1,4 @@
-"""One transformer block: attention and an MLP, each around a norm and beside a residual stream."""
+"""Transformer block: attention and an MLP, each with a norm and a residual connection."""
 
 from typing import Any
 
@@ -25,10 +25,20 @@ def block(
     cache: LayerCache | None = None,
     collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], LayerCache | None, Float[Array, ""]]:
-    """One layer. Returns its output, its cache, and its load-balancing loss (0 where the MLP is dense).
+    """Runs one transformer layer.
 
     Args:
-      x: this device's tokens; attention and MLP see all of them.
+      x: This device's tokens; they are all-gathered before attention and before the MLP.
+      params: The layer's weights, unsharded over `data`.
+      model: Architecture of the model.
+      kind: Layer kind: full | sliding | nope.
+      span: Positions, segments and attention settings.
+      real: False for padding tokens, which do not count for load balancing.
+      cache: The layer's KV cache, or None.
+      collectives: Collectives for the mesh sizes.
+
+    Returns:
+      (output, the cache including the new tokens or None, load-balancing loss: 0 if the MLP is dense).
     """
 
     def inputs_of(name: str) -> Array:

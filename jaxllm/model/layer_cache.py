@@ -1,4 +1,4 @@
-"""One layer's keys and values of the tokens so far: written, and attended to."""
+"""KV cache of one layer while a block runs: writes new tokens and computes attention over the cached ones."""
 
 import dataclasses
 
@@ -17,16 +17,16 @@ Arrays = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """One layer's view of the stacked cache arrays while a block runs.
+    """View of one layer in the stacked KV cache arrays.
 
-    The stacks travel whole and are written in place at `layer`: slices taken out and stacked again would
-    be a second copy of the cache. Position p lives in slot p mod S.
+    The stacked arrays are passed whole and written in place at index `layer`; slicing a layer out and stacking it again
+    would make a second copy of the cache. Position p is stored in slot p mod S.
 
     Attributes:
-      arrays: "k" and "v", [repeats, B, K, S, H]; in int8 with "k_scale" and "v_scale", [repeats, B, K, S].
-      layer: index into the first dimension.
-      lengths: tokens of each row in the cache before this pass.
-      capacity: tokens a row may have; fewer slots than that make the layer a ring.
+      arrays: "k" and "v", [repeats, B, K, S, H]; an int8 cache also has "k_scale" and "v_scale", [repeats, B, K, S].
+      layer: Index into the first dimension.
+      lengths: Number of cached tokens of each row before this pass.
+      capacity: Maximum tokens per row. A layer with fewer slots than this is a ring buffer.
     """
 
     arrays: Arrays
@@ -50,14 +50,24 @@ class LayerCache:
         scale: float,
         softcap: float,
     ) -> tuple[Float[Array, "B T N H"], "LayerCache"]:
-        """Writes T tokens, which attend to those of the cache and to one another.
+        """Writes T tokens to the cache and computes their attention over the cached tokens and one another.
 
-        A pass of one token attends by the decode kernel. One of several does not, even where there are few: of a chunk
-        that is padded the last T tokens of a row are not its new ones, and a ring that has taken all of them in has
-        lost what the first of them see.
+        A pass of one token uses the decode kernel. A pass of several tokens does not, however few they are: in a padded
+        chunk, the last T tokens of a row are not its new tokens, and a ring buffer into which all of them are written
+        has overwritten tokens that the first of them attend to.
 
         Args:
-          valid: False for padding, which is not written, and whose output means nothing; None where all are real.
+          q: Queries.
+          k: Keys of the new tokens.
+          v: Values of the new tokens.
+          positions: Position of each token in its sequence.
+          valid: False for padding, which is not written and whose output is undefined. None if there is no padding.
+          window: Sliding-window size in tokens; 0 is full attention.
+          scale: Factor on the scores before softmax.
+          softcap: Cap of the scores, cap·tanh(score / cap); 0 is no cap.
+
+        Returns:
+          (attention output, the cache including the new tokens; its `lengths` are unchanged).
         """
         valid = jnp.ones(positions.shape, bool) if valid is None else valid
         new = self._stored(k, v)
@@ -83,14 +93,14 @@ class LayerCache:
         return reference.attention(q, keys, values, mask, scale=scale, softcap=softcap), cache
 
     def _stored(self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]) -> Arrays:
-        """New tokens as the cache has them."""
+        """Converts new keys and values to the cache's format: cast to its dtype, or quantized to int8 with scales."""
         if "k_scale" not in self.arrays:
             return {"k": k.astype(self.arrays["k"].dtype), "v": v.astype(self.arrays["v"].dtype)}
         (k, k_scale), (v, v_scale) = decode_int8.quantize(k), decode_int8.quantize(v)
         return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
     def _write_one(self, new: Arrays, positions: Array, valid: Array) -> "LayerCache":
-        """A token of each row."""
+        """Writes one token per row."""
         kept = valid & (positions < self.capacity)
         slot = jnp.where(kept, positions % self.slots, self.slots)
         return dataclasses.replace(self, arrays=_write(self.arrays, new, self.layer, slot))
@@ -98,20 +108,20 @@ class LayerCache:
     def _extend(
         self, new: Arrays, positions: Array, valid: Array, dtype: jax.typing.DTypeLike
     ) -> tuple[Array, Array, Int[Array, "B s"], "LayerCache"]:
-        """Writes T tokens; returns keys, values, the position of each (negative: none), and the new cache.
+        """Writes T tokens; returns keys, values, the position of each key (negative if empty), and the new cache.
 
-        A ring cannot hold T new tokens and all that the first of them may see, so there the new tokens attend to the
-        old slots and themselves, and are written after.
+        A ring buffer cannot store T new tokens together with every token that the first of them attends to. In a ring,
+        the new tokens therefore attend to the old slots concatenated with themselves.
         """
         S = self.slots
         after = self.lengths + valid.sum(1, dtype=jnp.int32)
-        # Of tokens that share a slot only the last is written; padding goes nowhere (out of bounds: dropped).
+        # Of tokens with the same slot, only the last is written. Padding gets an out-of-bounds index and is dropped.
         kept = valid & (positions >= after[:, None] - S) & (positions < self.capacity)
         slot = jnp.where(kept, positions % S, S)
         stacks = self.arrays
         wraps = self.capacity > S
         if wraps:
-            # Old slots are read first. A read and a write of the stacks in no order would cost a copy of them.
+            # Order the read of old slots before the write; otherwise XLA would copy the stacked arrays.
             old, stacks = jax.lax.optimization_barrier((_layer(stacks, self.layer), stacks))
         cache = dataclasses.replace(self, arrays=_write(stacks, new, self.layer, slot))
         if not wraps:
@@ -128,7 +138,7 @@ def _layer(stacks: Arrays, layer: Array | int) -> Arrays:
 
 
 def _numbers(stored: Arrays, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s H"]]:
-    """Keys and values as they compute."""
+    """Returns cached keys and values in the compute dtype, dequantized if the cache is int8."""
     k, v = stored["k"], stored["v"]
     if "k_scale" in stored:
         k, v = decode_int8.dequantize(k, stored["k_scale"]), decode_int8.dequantize(v, stored["v_scale"])
@@ -136,7 +146,7 @@ def _numbers(stored: Arrays, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, 
 
 
 def _write(stacks: Arrays, new: Arrays, layer: Array | int, slot: Int[Array, "B T"]) -> Arrays:
-    """The stacks with tokens in their slots, which follow one another; those of slot S are dropped."""
+    """Writes tokens to their slots, which are consecutive; tokens with slot S are dropped."""
     layer = jnp.asarray(layer, jnp.int32)
     return jax.lax.platform_dependent(stacks, new, layer, slot, tpu=_write_on_tpu, default=_scatter)
 

@@ -1,4 +1,4 @@
-"""The pieces of a block that are neither attention nor experts: norms, positions, the dense MLP."""
+"""Layers of a block other than attention and MoE: norms, rotary positions, projections and the dense MLP."""
 
 import math
 from typing import Any
@@ -15,14 +15,20 @@ from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
 def align(vector: Array, x: Array) -> Array:
-    """The vector with leading dimensions of 1, to the rank of x: broadcasting is always asked for, never implied."""
+    """Prepends dimensions of size 1 up to the rank of x, because implicit rank promotion is not used."""
     return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
 
 
 def norm(x: Float[Array, "*batch D"], params: dict[str, Array], kind: str, eps: float) -> Float[Array, "*batch D"]:
-    """LayerNorm (Ba et al. 2016), RMSNorm (Zhang & Sennrich 2019), or RMSNorm whose scale is 1 + w (Gemma).
+    """Applies LayerNorm (Ba et al. 2016), RMSNorm (Zhang & Sennrich 2019), or RMSNorm with scale 1 + w (Gemma).
 
-    Statistics are float32 whatever x is; the result has x's dtype.
+    Statistics are computed in float32; the result has the dtype of x.
+
+    Args:
+      x: Input, normalized over its last dimension.
+      params: {"scale": [D], ["bias": [D]]}.
+      kind: layernorm | rmsnorm | rmsnorm_plus_one.
+      eps: Added to the variance or mean square.
     """
     x32 = x.astype(jnp.float32)
     if kind == "layernorm":
@@ -42,12 +48,14 @@ def norm_over_heads(
     eps: float,
     collectives: Collectives = SINGLE_DEVICE,
 ) -> Float[Array, "B T heads H"]:
-    """RMSNorm of all heads of a token together (OLMo 2, Walsh et al. 2025).
+    """Applies RMSNorm over all heads of a token together (OLMo 2, Walsh et al. 2025).
 
     Args:
-      x: this device's heads.
-      params: {"scale": [heads, H]}, of these.
+      x: This device's heads.
+      params: {"scale": [heads, H]} of this device's heads.
       kind: rmsnorm | rmsnorm_plus_one.
+      eps: Added to the mean square.
+      collectives: Collectives for the mesh sizes; the sum of squares is all-reduced over `tensor`.
     """
     x32 = x.astype(jnp.float32)
     total = collectives.all_reduce_heads(jnp.square(x32).sum((2, 3), keepdims=True))
@@ -57,16 +65,19 @@ def norm_over_heads(
 
 
 def rope_frequencies(model: Architecture, kind: str, long: bool = False) -> tuple[np.ndarray, float]:
-    """Angular frequency of each rotary pair, after context scaling, and the factor on queries and keys.
+    """Computes the rotary frequencies after context scaling, and the factor on rotated queries and keys.
 
     Sources: rotary positions, Su et al. 2021; linear, Chen et al. 2023; YaRN, Peng et al. 2023, section 3
     (the factor is its attention temperature, √(1/t) = 0.1·ln(s) + 1); llama3, the Llama 3.1 release; longrope,
     Ding et al. 2024 (the factor is Phi-3's, √(1 + ln(s) / ln(original context))).
 
     Args:
-      long: longrope: of sequences that are longer than the original context.
+      model: Architecture of the model.
+      kind: Layer kind; sliding layers may have a base frequency of their own and are then not scaled.
+      long: Whether to use longrope's factors for sequences longer than the original context.
+
     Returns:
-      ([R/2] float64 radians a position, where R numbers of a head are rotated, and the factor).
+      ([R/2] float64 frequencies in radians per position, where R elements of a head are rotated; the factor).
     """
     R = model.rotated
     sliding_base = kind == "sliding" and model.rope_theta_sliding > 0
@@ -93,14 +104,14 @@ def rope_frequencies(model: Architecture, kind: str, long: bool = False) -> tupl
 
     first = max(math.floor(pair_with_turns(model.rope_beta_fast)), 0)
     last = min(math.ceil(pair_with_turns(model.rope_beta_slow)), R - 1)
-    # A ramp over pairs, from kept (many turns) to interpolated (few).
+    # Linear ramp over pairs, from unscaled (many rotations) to fully interpolated (few rotations).
     interpolate = np.clip((np.arange(R // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
     factor = 0.1 * math.log(model.rope_factor) + 1.0 if model.rope_factor > 1 else 1.0
     return (1 - interpolate) * frequency + interpolate * scaled, model.rope_attention_factor or factor
 
 
 def rotate(x: Float[Array, "B T heads H"], angles: tuple[Array, Array]) -> Float[Array, "B T heads H"]:
-    """Turns pair (i, i + R/2) of each head's first R numbers by its position's angle; `angles` from `rope_angles`."""
+    """Rotates pairs (i, i + R/2) of each head's first R elements by the angles that `rope_angles` returns."""
     cos, sin = angles
     turning = 2 * cos.shape[-1]
     left, right = jnp.split(x[..., :turning].astype(jnp.float32), 2, axis=-1)
@@ -111,11 +122,14 @@ def rotate(x: Float[Array, "B T heads H"], angles: tuple[Array, Array]) -> Float
 def rope_angles(
     positions: Int[Array, "B T"], model: Architecture, kind: str, long: Bool[Array, "B S"] | bool
 ) -> tuple[Array, Array]:
-    """(cos, sin), each [B, T, 1, R/2] float32, of a layer kind.
+    """Computes rotary (cos, sin) of a layer kind, each [B, T, 1, R/2] float32.
 
     Args:
-      long: of each token or each row (S is T or 1), or of all: whether its sequence is longer than the original
-        context. Only `longrope` asks.
+      positions: Position of each token in its sequence.
+      model: Architecture of the model.
+      kind: Layer kind.
+      long: Whether the sequence is longer than the original context: per token (S = T), per row (S = 1), or one value
+        for all. Only `longrope` uses it.
     """
     frequency, factor = rope_frequencies(model, kind, long is True)
     at = positions[:, :, None, None].astype(jnp.float32)
@@ -128,7 +142,7 @@ def rope_angles(
 
 
 def last_positions(positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Int[Array, "B S"]:
-    """Position of the last token of each token's own sequence; S is 1 where a row is one sequence, T otherwise."""
+    """Returns the last position of each token's sequence; S is 1 if each row is one sequence, T otherwise."""
     if segments is None:
         return positions.max(1, keepdims=True)
     T = positions.shape[1]
@@ -138,15 +152,15 @@ def last_positions(positions: Int[Array, "B T"], segments: Int[Array, "B T"] | N
 
 
 def activation(gate: Array, kind: str) -> Array:
-    """SiLU for SwiGLU; GELU's tanh approximation (Hendrycks & Gimpel 2016) for GELU and GeGLU."""
+    """Applies SiLU for SwiGLU, and the tanh approximation of GELU (Hendrycks & Gimpel 2016) for GELU and GeGLU."""
     return jax.nn.silu(gate) if kind == "swiglu" else jax.nn.gelu(gate, approximate=True)
 
 
 def matmul(x: Float[Array, "B T *inputs"], weight: Array, fan_in: int = 1) -> Array:
-    """x times a weight, over the last `fan_in` dimensions of x: [B, T, *outputs].
+    """Multiplies x by a weight, contracting the last `fan_in` dimensions of x: [B, T, *outputs].
 
-    One plain matrix product, with the weight's dimensions flattened: XLA's CPU backend takes twice as long for
-    the gradient of the einsum that sums over batch and time apart.
+    This is one 2D matmul with flattened dimensions. On XLA's CPU backend, the gradient of the equivalent einsum, which
+    sums over batch and time separately, takes twice as long.
     """
     B, T = x.shape[:2]
     rows = weight.reshape(math.prod(weight.shape[:fan_in]), -1)
@@ -154,9 +168,10 @@ def matmul(x: Float[Array, "B T *inputs"], weight: Array, fan_in: int = 1) -> Ar
 
 
 def project(x: Float[Array, "B T *inputs"], params: dict[str, Any], name: str, fan_in: int = 1) -> Array:
-    """x times the weight of a name, and through its low-rank adapter where it has one (`jaxllm.model.adapters`).
+    """Multiplies x by the named weight and adds the output of its low-rank adapter, if it has one.
 
-    The adapter is applied to activations, and never added to the weight: that would be a copy of the weight.
+    The adapter is applied to activations and not added to the weight, which would need a copy of the weight.
+    See `jaxllm.model.adapters`.
     """
     y = matmul(x, params[name], fan_in)
     pair = params.get(ADAPTERS, {}).get(name)
@@ -168,7 +183,17 @@ def project(x: Float[Array, "B T *inputs"], params: dict[str, Any], name: str, f
 def mlp(
     x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture, collectives: Collectives = SINGLE_DEVICE
 ) -> Float[Array, "B t D"]:
-    """The dense MLP: two matrices, or three where it is gated (Shazeer 2020)."""
+    """Computes the dense MLP, with two weight matrices, or three if it is gated (Shazeer 2020).
+
+    Args:
+      x: All tokens of the sequences, already all-gathered over `tensor`.
+      params: The layer's MLP weights; this device's shard of F.
+      model: Architecture of the model.
+      collectives: Collectives for the mesh sizes.
+
+    Returns:
+      This device's tokens of the output.
+    """
 
     def into(name: str) -> Array:
         y = project(x, params, name)

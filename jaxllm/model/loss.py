@@ -1,9 +1,9 @@
-"""Cross entropy that never holds the logits of the whole batch, nor those of the whole vocabulary.
+"""Chunked, vocabulary-parallel cross entropy that never materializes the logits of the whole batch.
 
-Tokens go through the head in chunks. Where gradients are wanted, each chunk's are taken while its logits
-exist, so nothing is recomputed and the largest temporary is one chunk's float32 logits (the idea of
-Liger Kernel's fused linear cross entropy, Hsu et al. 2024). Where the head is split over devices, each has the
-logits of its own words, and only numbers of one a token cross between them.
+The head is applied to one chunk of tokens at a time. In training, the gradients of a chunk are computed in the forward
+pass while its logits exist, so nothing is recomputed and the largest temporary is one chunk's float32 logits (as in
+Liger Kernel's fused linear cross entropy, Hsu et al. 2024). If the head is sharded over devices, each device computes
+the logits of its own vocabulary rows, and the devices exchange only one element per token and statistic.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What the loss needs to know of the head beside its table.
+    """Static settings of the output head for the loss.
 
     Attributes:
-      vocab_size: words; rows of the table beyond them are padding.
-      softcap: of the logits; 0 is none.
-      chunk: tokens whose logits exist at one time.
-      tensor: devices that the table's rows are split over.
+      vocab_size: Number of token ids; further rows of the table are padding.
+      softcap: Cap of the logits; 0 is no cap.
+      chunk: Number of tokens whose logits are materialized at once.
+      tensor: Number of devices that the rows of the table are sharded over.
     """
 
     vocab_size: int
@@ -40,7 +40,7 @@ class Head:
 
 
 def _chunks(x: Array, size: int) -> Array:
-    """[M, …] -> [ceil(M / size), size, …], padded with zeros (whose weight, too, is zero)."""
+    """Reshapes [M, …] to [ceil(M / size), size, …], padded with zeros; padded tokens have weight 0."""
     padding = -x.shape[0] % size
     x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(-1, size, *x.shape[1:])
@@ -54,7 +54,7 @@ def _parts(hidden: Array, targets: Array, weights: Array, head: Head) -> tuple[A
 def _statistics(
     hidden: Float[Array, "C D"], table: Float[Array, "v D"], targets: Int[Array, " C"], head: Head
 ) -> tuple[Float[Array, "C v"], Float[Array, "C v"], Float[Array, "C 1"], Float[Array, " C"], Int[Array, " C"]]:
-    """(capped logits, exp(logits − highest), its sum over the vocabulary, −log p(target), target's row or −1)."""
+    """Returns (capped logits, exp(logits − max), its sum over V, −log p(target), local row of the target or −1)."""
     logits = jnp.einsum("cd,vd->cv", hidden, table, preferred_element_type=jnp.float32)
     logits = apply_softcap(logits, head.softcap)
     rows = table.shape[0]
@@ -83,13 +83,16 @@ def cross_entropy(
     weights: Float[Array, " M"],
     head: Head,
 ) -> Float[Array, ""]:
-    """Σ weight · (−log p(target)), float32, in nats; the same on every device that has a part of the table.
+    """Computes Σ weight · (−log p(target)) in nats, float32; equal on all devices that the table is sharded over.
 
-    Its gradients are of this device's part: that of `hidden` is to be summed over `tensor`.
+    The gradients are those of this device's rows of the table: the gradient of `hidden` must be summed over `tensor`.
 
     Args:
-      table: the unembedding, or this device's rows of it; logits are hidden · tableᵀ, in float32.
-      weights: not differentiated.
+      hidden: Hidden states of all tokens of this device's rows.
+      table: Unembedding matrix, or this device's rows of it. Logits are hidden · tableᵀ in float32.
+      targets: Target ids.
+      weights: Weight of each token's loss; not differentiated.
+      head: Static settings of the head.
     """
 
     def step(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
@@ -102,7 +105,7 @@ def cross_entropy(
 def _forward(
     hidden: Any, table: Any, targets: Any, weights: Any, head: Head
 ) -> tuple[Array, tuple[Array, Array | None]]:
-    trained = table.perturbed  # a frozen table has no gradient, and none is made
+    trained = table.perturbed  # False if the table is frozen: no gradient is computed
     hidden, table, targets, weights = (x.value for x in (hidden, table, targets, weights))
 
     def step(carry: tuple[Array, Any], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], Array]:
@@ -112,7 +115,7 @@ def _forward(
         change = exponentials / sums - jax.nn.one_hot(local, table.shape[0])
         if head.softcap:
             change = change * (1.0 - jnp.square(jnp.where(jnp.isfinite(logits), logits, 0.0) / head.softcap))
-        # In the compute dtype, so that both products are of 16-bit numbers where the model is.
+        # Cast d_logits to the compute dtype, so that in 16-bit training both matmuls have 16-bit inputs.
         change = (change * w[:, None]).astype(h.dtype)
         h_grad = jnp.einsum("cv,vd->cd", change, table)
         if trained:

@@ -1,7 +1,7 @@
-"""Mixture of experts without a capacity: every token reaches its experts, none is dropped.
+"""Dropless mixture of experts (MoE): there is no expert capacity, and no token is dropped.
 
-Tokens are laid out by expert and multiplied in groups (`jaxllm.kernels.grouped`), so a token's result does not depend
-on which others are in the batch.
+Tokens are grouped by expert and multiplied with a grouped matmul (`jaxllm.kernels.grouped`), so the output of a token
+does not depend on the other tokens of the batch.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 def route(
     x: Float[Array, "M D"], router: Float[Array, "D E"], model: Architecture
 ) -> tuple[Float[Array, "M X"], Int[Array, "M X"], Float[Array, "M E"]]:
-    """Top-k routing in float32: weights and ids of each token's experts, and all probabilities."""
+    """Computes top-k routing in float32; returns (weights and ids of each token's experts, all probabilities)."""
     logits = jnp.einsum("md,de->me", x.astype(jnp.float32), router.astype(jnp.float32))
     probabilities = jax.nn.softmax(logits)
     weights, experts = jax.lax.top_k(probabilities, model.experts_per_token)
@@ -35,18 +35,19 @@ def load_balancing_loss(
     real: Bool[Array, " M"],
     collectives: Collectives = SINGLE_DEVICE,
 ) -> Float[Array, ""]:
-    """E · Σ_e (share of assignments to e) · (mean probability of e), over real tokens; 1 when even.
+    """Computes E · Σ_e (fraction of assignments to e) · (mean probability of e), over real tokens; 1 if balanced.
 
-    Both are of the whole batch. On several devices each has its own tokens' part of the sum.
+    Fractions and token counts are those of the whole batch. On several devices, each returns the part of the sum that
+    its own tokens contribute.
 
-    Source: Switch Transformer, Fedus et al. 2021, equation 4, for X experts a token.
+    Source: Switch Transformer, Fedus et al. 2021, equation 4, for X experts per token.
     """
     E = probabilities.shape[-1]
     assigned = jax.nn.one_hot(experts, E).sum(1) * real[:, None]
     count = jnp.maximum(collectives.all_reduce_batch(real.sum()), 1)
     share = collectives.all_reduce_batch(jax.lax.stop_gradient(assigned.sum(0))) / (count * experts.shape[1])
     mean_probability = (probabilities * real[:, None]).sum(0) / count
-    # Devices along `tensor` have the same tokens and say the same.
+    # Devices along `tensor` have the same tokens and compute the same value, which is summed over them later.
     return E * jnp.sum(share * mean_probability) / collectives.tensor
 
 
@@ -57,18 +58,23 @@ def moe(
     real: Bool[Array, "B T"],
     collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], Float[Array, ""]]:
-    """The sparse MLP.
+    """Computes the MoE MLP.
 
     Args:
-      real: which tokens count for load balancing (padding does not).
+      x: All tokens of the sequences, already all-gathered over `tensor`.
+      params: The router and the expert weights; this device's shard of F.
+      model: Architecture of the model.
+      real: False for padding tokens, which do not count for load balancing.
+      collectives: Collectives for the mesh sizes.
+
     Returns:
-      (output, load-balancing loss before its weight).
+      (this device's tokens of the output, unweighted load-balancing loss).
     """
     B, T, D = x.shape
     X = model.experts_per_token
     flat = x.reshape(B * T, D)
     weights, experts, probabilities = route(flat, params["router"], model)
-    # One row for each token and expert that it is sent to, laid out by expert.
+    # One row per (token, expert) assignment, grouped by expert.
     blocks = grouped.lay_out(experts.reshape(-1), model.experts)
     rows = blocks.lay_out(jnp.repeat(flat, X, axis=0))
 
@@ -80,7 +86,7 @@ def moe(
 
     up = project("up", rows)
     hidden = activation(project("gate", rows), model.mlp) * up if model.gated else activation(up, model.mlp)
-    # Each device along `tensor` has a part of the sum over the hidden layer, so it adds a part of the bias.
+    # Outputs are summed over `tensor`, so each device adds only 1 / `tensor` of the bias.
     outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), parts=collectives.tensor)
     back = blocks.take_back(outputs).reshape(B * T, X, D)
     mixed = jnp.einsum("mxd,mx->md", back, weights.astype(back.dtype)).reshape(B, T, D)

@@ -1,7 +1,8 @@
-"""Remat: which of a block's activations wait for the backward pass, by the tags the block gives them.
+"""Activation checkpointing (remat): selects the activations of a block to save, by their tags.
 
-What a policy of `jaxllm.config.remat` does not keep is computed again when it is needed. No policy keeps what is
-cheaper to make than to store: norms' statistics, activation functions, dtype conversions, gathered weights.
+Activations that a policy of `jaxllm.config.remat` does not save are recomputed in the backward pass. No policy saves
+values that are cheaper to recompute than to store: norm statistics, activation functions, dtype conversions and
+all-gathered weights.
 """
 
 import math
@@ -16,11 +17,15 @@ Block = Callable[..., Any]
 
 
 def rematerialize(block: Block, policy: RematPolicy, prevent_cse: bool) -> Block:
-    """The block under a policy; under `sqrt`, a block of the group that is computed again as a whole.
+    """Wraps a block in `jax.checkpoint` with the given policy.
+
+    Under `sqrt`, this is applied to each block inside a group that is itself recomputed as a whole.
 
     Args:
-      prevent_cse: whether XLA must be kept from merging the recomputation with the forward pass, which keeps
-        everything after all: outside a loop over layers, where both passes are in one computation.
+      block: Function to wrap.
+      policy: Remat policy.
+      prevent_cse: Whether to prevent XLA from merging the recomputation with the forward pass, which would save all
+        activations after all. Required outside a loop over layers, where both passes are in one computation.
     """
     saved: Any
     if policy.kind == "offload":
@@ -36,10 +41,10 @@ def rematerialize(block: Block, policy: RematPolicy, prevent_cse: bool) -> Block
 
 
 def group_size(repeats: int, policy: RematPolicy) -> int:
-    """Repeats of the layer pattern that are one group of `sqrt`: the divisor of `repeats` that keeps the least.
+    """Returns the number of pattern repeats per `sqrt` group: the divisor of `repeats` nearest √repeats (log scale).
 
-    A group keeps its input between the passes and all of its blocks while it is in its backward pass, so the sum of
-    both counts is least near √repeats (Chen et al. 2016). 1 under other policies.
+    Each group saves its input, and during its own backward pass the activations of all its blocks. The sum of both
+    counts is smallest near √repeats (Chen et al. 2016). Returns 1 under other policies.
     """
     if policy.kind != "sqrt" or not repeats:
         return 1

@@ -1,11 +1,10 @@
-"""The one declaration of parameters and of the KV cache.
+"""Specs of all parameters and of the KV cache: the single source of shapes, logical axes and initialization.
 
-Initial values, abstract shapes, shardings, parameter counts and ledger rows are all derived from these
-trees; nothing lists the parameters a second time.
+Initial values, abstract shapes, shardings, parameter counts and ledger rows are all derived from these trees.
 
-A parameter tree is `{"embed": …, "layers": (…), "tail": (…), "final_norm": …, ["head": …]}`. `layers` has one
-entry for each kind in the layer pattern, stacked over the pattern's repeats (the scan's length); `tail` has
-the layers after the last whole pattern, not stacked. A KV cache has the same two groups.
+A parameter tree is `{"embed": …, "layers": (…), "tail": (…), "final_norm": …, ["head": …]}`. `layers` has one entry
+per kind in the layer pattern, stacked over the repeats of the pattern (the length of the scan). `tail` has the layers
+after the last whole pattern, not stacked. A KV cache has the same two groups.
 """
 
 import dataclasses
@@ -24,15 +23,15 @@ Role = Literal["matrix", "embedding", "head", "bias", "norm", "cache", "cache sc
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One array: its shape, a logical name for each dimension, and how it starts.
+    """Specification of one array: shape, logical axes and initialization.
 
     Attributes:
-      shape: of the whole array, over all devices.
-      axes: a logical axis for each dimension (`jaxllm.parallel.mesh` maps them to mesh axes).
-      role: what the array is to the model; decides weight decay and Muon's choice of matrices.
+      shape: Global shape, over all devices.
+      axes: Logical axis of each dimension; `jaxllm.parallel.mesh` maps them to mesh axes.
+      role: Function of the array in the model; selects the arrays for weight decay and the matrices for Muon.
       init: "normal" | "zeros" | "ones".
-      scale: standard deviation, where init is "normal".
-      fan_in: the dimensions that a product with this array sums over; Muon's reduction axes.
+      scale: Standard deviation if `init` is "normal".
+      fan_in: Dimensions that a matmul with this array contracts; also Muon's reduction axes.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +50,7 @@ class ParamSpec:
 
     @property
     def decays(self) -> bool:
-        """Weight decay belongs on what is multiplied with activations, not on biases and norms."""
+        """True for weights that get weight decay: matrices, embeddings and head, but not biases and norms."""
         return self.role in ("matrix", "embedding", "head")
 
 
@@ -60,12 +59,12 @@ def is_spec(node: Any) -> bool:
 
 
 def map_specs(function: Callable[[ParamSpec], Any], specs: Any) -> Any:
-    """`jax.tree.map` with a ParamSpec as the leaf."""
+    """Applies `jax.tree.map` with each `ParamSpec` as a leaf."""
     return jax.tree.map(function, specs, is_leaf=is_spec)
 
 
 def _norm_specs(model: Architecture, width: int, axis: str) -> dict[str, ParamSpec]:
-    # A "1 + w" norm starts as the identity at w = 0.
+    # A norm with scale 1 + w is the identity at w = 0.
     init: Literal["zeros", "ones"] = "zeros" if model.norm == "rmsnorm_plus_one" else "ones"
     specs = {"scale": ParamSpec((width,), (axis,), "norm", init)}
     if model.norm == "layernorm":
@@ -90,7 +89,7 @@ def _attention_specs(model: Architecture) -> dict[str, Any]:
         specs["out_bias"] = ParamSpec((D,), ("embed",), "bias", "zeros")
     if model.qk_norm:
         for name, heads in (("q", N), ("k", K)):
-            scale = _norm_specs(model, H, "head_dim")["scale"]  # an RMSNorm, which has no bias
+            scale = _norm_specs(model, H, "head_dim")["scale"]  # always an RMSNorm, without bias
             if model.qk_norm_over == "projection":
                 axes = specs[name].axes[1:]
                 scale = dataclasses.replace(scale, shape=(heads, H), axes=axes)
@@ -101,7 +100,7 @@ def _attention_specs(model: Architecture) -> dict[str, Any]:
 def _mlp_specs(model: Architecture) -> dict[str, Any]:
     D, F, E = model.width, model.mlp_width, model.experts
     std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.layers)
-    # An expert's matrices are a dense MLP's with one more dimension in front.
+    # Expert weights are those of a dense MLP with a leading expert dimension.
     lead, lead_axes, shift = ((E,), ("experts",), 1) if E else ((), (), 0)
     specs: dict[str, Any] = {}
     if E:
@@ -132,7 +131,7 @@ def _layer_specs(model: Architecture) -> dict[str, Any]:
 
 
 def _stack(specs: Any, repeats: int) -> Any:
-    """Adds the scanned dimension in front of every array."""
+    """Prepends the scanned dimension to every array."""
 
     def stack(spec: ParamSpec) -> ParamSpec:
         return dataclasses.replace(
@@ -146,7 +145,7 @@ def _stack(specs: Any, repeats: int) -> Any:
 
 
 def param_specs(model: Architecture) -> dict[str, Any]:
-    """The parameter tree of a model, as specs. See the module's docstring for its layout."""
+    """Returns the specs of a model's parameters; the module docstring describes the tree."""
     D, V = model.width, model.vocab_size
     embed = {"tokens": ParamSpec((V, D), ("vocab", "embed"), "embedding", "normal", model.init_std)}
     if model.positions == "learned":
@@ -166,23 +165,26 @@ def param_specs(model: Architecture) -> dict[str, Any]:
 
 
 def parameter_count(model: Architecture) -> int:
-    """Parameters of the model; tied embeddings count once."""
+    """Returns the number of parameters; tied embeddings count once."""
     return sum(spec.size for spec in jax.tree.leaves(param_specs(model), is_leaf=is_spec))
 
 
 def cache_slots(model: Architecture, kind: str, capacity: int) -> int:
-    """Positions one layer keeps: all of them, or the last `window` where the layer slides (a ring)."""
+    """Returns a layer's number of cache slots: `capacity`, or at most `window` in a sliding layer (a ring buffer)."""
     return min(model.window, capacity) if kind == "sliding" else capacity
 
 
 def cache_specs(model: Architecture, batch: int, capacity: int, scaled: bool = False) -> dict[str, Any]:
-    """Keys and values of `batch` sequences of up to `capacity` tokens, declared like the parameters.
+    """Returns the specs of a KV cache for `batch` sequences of up to `capacity` tokens.
 
-    Each layer kind has `{"k", "v"}` of shape `[repeats, B, K, S, H]` (no `repeats` in the tail), S from
-    `cache_slots`: the heads stand outside the slots so that one head's keys are contiguous.
+    Each layer kind has `{"k", "v"}` of shape `[repeats, B, K, S, H]` (no `repeats` in the tail), where S is the result
+    of `cache_slots`. K precedes S so that the keys of one head are contiguous.
 
     Args:
-      scaled: of a cache in 8 bits: with `{"k_scale", "v_scale"}` beside, a number for each vector.
+      model: Architecture of the model.
+      batch: Number of sequences.
+      capacity: Maximum tokens per sequence.
+      scaled: Whether the cache is 8-bit; it then also has `{"k_scale", "v_scale"}`, one element per vector.
     """
 
     def layer(kind: str) -> dict[str, ParamSpec]:
@@ -198,15 +200,15 @@ def cache_specs(model: Architecture, batch: int, capacity: int, scaled: bool = F
 
 
 def abstract(specs: Any, dtype: jax.typing.DTypeLike) -> Any:
-    """The tree as `jax.ShapeDtypeStruct`s."""
+    """Returns the tree of `jax.ShapeDtypeStruct`s with the specs' shapes and the given dtype."""
     return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
 
 
 def initialize(specs: Any, key: jax.Array, dtype: jax.typing.DTypeLike) -> Any:
-    """Initial values.
+    """Initializes the arrays of a tree of specs.
 
-    Each array's random numbers depend on `key` and on the array's place in the tree only, so adding an
-    array, or laying the tree over another mesh, changes no other.
+    The random values of an array depend only on `key` and on the path of the array in the tree. Adding another array or
+    using another mesh does not change them.
     """
 
     def init(path: Any, spec: ParamSpec) -> jax.Array:

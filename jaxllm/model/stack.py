@@ -1,7 +1,6 @@
-"""The layers one after another, with or without a cache.
+"""Layer stack: a scan over the repeats of the layer pattern, with or without a KV cache.
 
-Repeats of the layer pattern are iterations of a loop, so that a program is as long as one of them; the layers after the
-last whole pattern follow it.
+The scan keeps the program as small as one repeat of the pattern. The layers after the last whole pattern follow it.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from jaxllm.model.remat import group_size, rematerialize
 from jaxllm.parallel.collectives import Collectives
 
 Params = dict[str, Any]
-# (x, layer's weights, kind, its cache) -> (x, the cache written, load-balancing loss)
+# (x, layer weights, layer kind, layer cache) -> (x, updated cache, load-balancing loss)
 Block = Callable[[Array, Params, str, LayerCache | None], tuple[Array, LayerCache | None, Array]]
 
 
@@ -30,21 +29,28 @@ def without_cache(
     remat: RematPolicy,
     collectives: Collectives,
 ) -> tuple[Float[Array, "B t D"], Float[Array, ""]]:
-    """(output of the last layer, sum of the layers' load-balancing losses).
+    """Runs all layers without a cache, with activation checkpointing.
 
     Args:
-      params: of the whole model.
-      remat: what blocks keep for their backward pass.
+      x: This device's tokens.
+      params: Parameter tree of the whole model.
+      block: Function of one layer.
+      model: Architecture of the model.
+      remat: Remat policy.
+      collectives: Collectives for the mesh sizes; all-gathers each layer's weights before it runs.
+
+    Returns:
+      (output of the last layer, sum of the layers' load-balancing losses).
     """
 
     def one(carry: tuple[Array, Array], layer: Params, group: str, place: int, kind: str, alone: bool) -> Any:
         def plain(x: Array, layer: Params) -> tuple[Array, Array]:
-            # Gathered inside what is made again, so that no whole weights wait for the backward pass.
+            # All-gathered inside the checkpointed function, so full weights are not saved for the backward pass.
             y, _, aux_loss = block(x, collectives.weights(layer, group, place), kind, None)
             return y, aux_loss
 
         x, aux_loss = carry
-        # In a loop of its own a block's backward pass is in another computation than its forward pass.
+        # If the loop body is one block, its forward and backward passes are separate computations: no CSE to prevent.
         x, added = rematerialize(plain, remat, prevent_cse=not alone)(x, layer)
         return x, aux_loss + added
 
@@ -82,10 +88,19 @@ def with_cache(
     lengths: Int[Array, " B"],
     capacity: int,
 ) -> tuple[Float[Array, "B T D"], Params]:
-    """(output of the last layer, the cache with the tokens written).
+    """Runs all layers with a KV cache.
 
     Args:
-      cache: the tree of `specs.cache_specs`, holding `lengths` tokens a row of at most `capacity`.
+      x: Embedded tokens.
+      params: Parameter tree of the whole model.
+      block: Function of one layer.
+      model: Architecture of the model.
+      cache: KV cache, a tree with the structure of `specs.cache_specs`.
+      lengths: Number of cached tokens of each row.
+      capacity: Maximum tokens per row.
+
+    Returns:
+      (output of the last layer, the cache including the new tokens).
     """
 
     def repeat(carry: tuple[Array, Any], inputs: tuple[Array, tuple[Params, ...]]) -> tuple[Any, None]:

@@ -1,4 +1,4 @@
-"""The forward pass: tokens in, hidden states out; with or without a cache."""
+"""Forward pass of the model from tokens to hidden states, with or without a KV cache, and the output head."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxllm.model.block import block
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 Params = dict[str, Any]
-# Every product's result waits for the backward pass.
+# Default policy: saves all tagged activations.
 NOTHING = RematPolicy("none")
 
 
@@ -25,16 +25,23 @@ def embed(
     model: Architecture,
     collectives: Collectives = SINGLE_DEVICE,
 ) -> Float[Array, "B t D"]:
-    """Token embeddings, scaled, plus learned positions where the model has them.
+    """Computes scaled token embeddings, plus learned position embeddings if the model has them.
 
     Args:
-      params: {"tokens": [V, D], ["positions": [P, D]]}, of the tokens this device's part of the vocabulary.
+      tokens: Token ids.
+      positions: Position of each token in its sequence.
+      params: {"tokens": [V, D], ["positions": [P, D]]}; "tokens" has this device's shard of the vocabulary.
+      model: Architecture of the model.
+      collectives: Collectives for the mesh sizes.
+
+    Returns:
+      Embeddings of this device's tokens.
     """
     table = params["tokens"]
     if collectives.tensor > 1:
         local = tokens - collectives.first(table.shape[0])
         here = (local >= 0) & (local < table.shape[0])
-        # A product, of which the gradient needs one number a token; of a choice it would need whole rows.
+        # Multiply by a mask: its gradient needs one element per token, that of `jnp.where` would need whole rows.
         x = collectives.reduce_scatter_tokens(table[jnp.where(here, local, 0)] * here[..., None].astype(table.dtype))
     else:
         x = table[tokens]
@@ -45,34 +52,37 @@ def embed(
 
 
 def unembedding(params: Params, collectives: Collectives = SINGLE_DEVICE) -> Float[Array, "V D"]:
-    """The matrix that makes logits: the head, or the embeddings where they are tied; this device's part of it."""
+    """Returns this device's shard of the unembedding matrix: the head, or the token embeddings if they are tied."""
     if "head" in params:
         return collectives.weights(params["head"], "head")
     return collectives.weights(params["embed"], "embed")["tokens"]
 
 
 def logits(hidden: Float[Array, "*batch D"], params: Params, model: Architecture) -> Float[Array, "*batch V"]:
-    """Float32 logits, capped where the model caps them."""
+    """Computes float32 logits, soft-capped if the model has a cap."""
     out = jnp.einsum("...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32)
     return softcap(out, model.logit_softcap)
 
 
 def softcap(x: Array, cap: float) -> Array:
-    """cap·tanh(x / cap); 0 is no cap."""
+    """Computes cap·tanh(x / cap), or x if the cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
 def _angles(
     positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None, model: Architecture, capacity: int
 ) -> dict[str, tuple[Array, Array]]:
-    """Rotary (cos, sin) of each layer kind that is rotated.
+    """Computes rotary (cos, sin) of each layer kind with rotary positions.
 
-    Under longrope a sequence longer than the original context has other frequencies, from its first token on. How long
-    it is, its tokens tell; but keys go to a cache before the rest of the sequence is known, so that there the cache's
-    capacity decides: a sequence that may become long is taken as long.
+    Under longrope, a sequence longer than the original context uses other frequencies from its first token on. Without
+    a cache, the last position of the sequence determines this. With a cache, keys are written before the final length
+    is known, so the capacity determines it: a sequence that may become long uses the long frequencies.
 
     Args:
-      capacity: of the cache; 0 where there is none.
+      positions: Position of each token in its sequence.
+      segments: Segment ids, or None if each row is one sequence.
+      model: Architecture of the model.
+      capacity: Capacity of the cache in tokens per row; 0 if there is no cache.
     """
     if model.positions != "rotary":
         return {}
@@ -99,20 +109,27 @@ def forward(
     lengths: Int[Array, " B"] | None = None,
     capacity: int = 0,
 ) -> tuple[Float[Array, "B t D"], Params | None, Float[Array, ""]]:
-    """The hidden states that `logits` or the loss turn into predictions.
+    """Runs the model up to the final norm; `logits` or the loss take the resulting hidden states.
 
     Args:
-      params: the tree of `specs.param_specs`; its dtype is the compute dtype.
-      segments: packed sequences: tokens attend within their segment; 0 is padding.
-      valid: with a cache: False for padding tokens.
-      remat: what blocks keep for the backward pass.
-      attention: what computes it, where there is no cache.
-      attention_chunk: of xla: queries whose scores exist at one time, where there is no cache; 0 is all of them.
-      partition: the devices that the model is spread over.
-      cache: the tree of `specs.cache_specs`, holding `lengths` tokens a row of at most `capacity`.
+      params: Parameter tree with the structure of `specs.param_specs`; its dtype is the compute dtype.
+      tokens: Token ids.
+      positions: Position of each token in its sequence.
+      model: Architecture of the model.
+      segments: Segment ids of packed sequences; tokens attend only within their segment, and 0 is padding.
+      valid: With a cache: False for padding tokens.
+      remat: Remat policy.
+      attention: Attention implementation without a cache.
+      attention_chunk: Without a cache: number of queries whose scores the `xla` implementation materializes at once;
+        0 means all.
+      collectives: Collectives for the mesh sizes.
+      cache: KV cache, a tree with the structure of `specs.cache_specs`; None runs without a cache.
+      lengths: Number of cached tokens of each row; required with a cache.
+      capacity: Maximum tokens per row of the cache.
+
     Returns:
-      (hidden states of this device's tokens, the cache with the tokens written, weighted load-balancing loss:
-      mean over layers).
+      (hidden states of this device's tokens, the cache including the new tokens or None, load-balancing loss: mean over
+      layers times `router_aux_weight`).
     """
     angles = _angles(positions, segments, model, capacity if cache is not None else 0)
     span = Span(positions, segments, valid, angles, attention, attention_chunk)

@@ -102,7 +102,7 @@ class Placement:
     gathered: int = 0
 
     @property
-    def collectives(self) -> PartitionSpec:
+    def partition(self) -> PartitionSpec:
         return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in self.axes))
 
     def elements_per_device(self, mesh: dict[str, int]) -> int:
@@ -224,4 +224,4 @@ def place(mesh: Mesh, placement: Placement, memory: str | None = None) -> NamedS
       placement: Placement of the array.
       memory: Memory kind, "device" or "pinned_host"; None means the backend's default.
     """
-    return NamedSharding(mesh, placement.collectives, memory_kind=memory)
+    return NamedSharding(mesh, placement.partition, memory_kind=memory)

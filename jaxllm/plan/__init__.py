@@ -1,1 +1,1 @@
-"""Searching for the run that a device holds and that is fastest, by the closed forms alone."""
+"""Planner: searches for the fastest run that fits on the devices, with the closed-form memory and compute formulas."""

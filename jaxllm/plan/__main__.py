@@ -1,9 +1,9 @@
 """The planner: python -m jaxllm.plan --model llama3-70b --task train --device h100 --count 64
 or --task infer --device l4 [--batch 8 --context 8192]; or --config FILE.py in place of --model.
 
-Searches for the fastest run that a device holds: mesh, ZeRO stage, remat policy, micro-batches, chunks and offloading
-of training; formats and sequences at a time of inference. Everything is judged by the closed forms, and with --confirm
-K the best K by XLA too. Without --task it says what both tasks would take.
+Searches for the fastest run that fits on a device. For training it chooses mesh, ZeRO stage, remat policy,
+micro-batches, chunks and offloading; for inference, formats and batch size. Closed-form formulas evaluate every
+candidate; with --confirm K, XLA compiles the best K as well. Without --task it reports what both tasks would need.
 """
 
 import difflib
@@ -101,7 +101,7 @@ def main() -> int:
         confirm=_CONFIRM.value,
         out=pathlib.Path(_OUT.value) if _OUT.value else None,
     )
-    # Whoever reads JSON reads nothing else.
+    # With --json, standard output carries nothing but the JSON object.
     console = Console(quiet=_JSON.value, width=render.WIDTH if not Console().is_terminal else None)
     output = Output(console, _TOP.value)
     tasks = {"train": training_plan.train, "infer": inference_plan.infer, "both": both.both}
@@ -144,7 +144,7 @@ def _run_of_model(name: str) -> Config:
             f"--batch_tokens ({_TOKENS.value}) is not a multiple of --sequence_length ({length}); the nearest: {near}"
         )
     batch = _BATCH_SIZE.value or (_TOKENS.value or 0) // length
-    # By default every device has a sequence.
+    # By default every device gets at least one sequence.
     batch = batch or max(-(-BATCH_TOKENS // length // count), 1) * count
     return base_config(name, length, batch, optimizer)
 

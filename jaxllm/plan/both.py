@@ -1,4 +1,4 @@
-"""Training or inference: what both would take, where a plan is asked for without a task."""
+"""Memory of training and of inference side by side, for a plan without `--task`."""
 
 from typing import Any
 
@@ -9,7 +9,11 @@ from jaxllm.plan.request import Output, PlanRequest
 
 
 def both(request: PlanRequest, output: Output) -> dict[str, Any]:
-    """The first question, training or inference: what each takes, and how to ask for more."""
+    """Prints what training and inference each need, with the flags for a full plan, and returns both bills as JSON.
+
+    Raises:
+      UserError: no array of the model can be sharded over any mesh of the devices.
+    """
     trained = training_plan.search(request)
     sampled = inference_plan.search(request, (request.batch or 1,))
     closest = trained.fitting[0].choice if trained.fitting else trained.closest and trained.closest[0]

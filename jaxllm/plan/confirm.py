@@ -1,4 +1,4 @@
-"""The best of a plan, compiled: XLA's own figure beside the formula's, and what does not fit by it left out."""
+"""Compiles the best candidates of a plan with XLA, records the compiler's peaks, and drops those that do not fit."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,35 +19,41 @@ from jaxllm.ledger.rows import Unknown, format_bytes
 from jaxllm.parallel import mesh as mesh_lib
 from jaxllm.plan import inference, training
 
-# Compilations for each that is to be confirmed, at most: where so many in a row are refused, the formulas are wrong.
+# Maximum compilations per candidate to confirm. If that many are rejected, the formulas are wrong.
 ATTEMPTS = 8
 
 V = TypeVar("V", training.Verdict, inference.Verdict)
-# The programs of a run, or of sampling: by name, what the compiler tells.
+# Compiles a run's programs, or those of sampling; returns the compiler's figures by program name.
 Compile = Callable[[Config, SamplingSpec | None], Mapping[str, Inspection]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Confirmation(Generic[V]):
-    """Attributes:
-    compiled: (one that fits by the compiler's figure, that figure in bytes), in the plan's order.
-    dropped: (one that does not, why).
+    """Outcome of compiling the best candidates.
+
+    Attributes:
+      compiled: (candidate, peak in bytes as compiled) of those that fit, in the plan's order.
+      dropped: (candidate, reason) of those that do not fit.
     """
 
     compiled: tuple[tuple[V, int], ...] = ()
     dropped: tuple[tuple[V, str], ...] = ()
 
     def remaining(self, fitting: Sequence[V]) -> tuple[V, ...]:
-        """The plan without what was dropped."""
+        """Returns the candidates without the dropped ones."""
         gone = {verdict.choice for verdict, _ in self.dropped}
         return tuple(verdict for verdict in fitting if verdict.choice not in gone)
 
 
 def compiler(name: str, device: Device, count: int) -> Compile:
-    """What compiles for `count` of the device that `--device` names.
+    """Returns a function that compiles the programs of a run for `count` devices named by `--device`.
+
+    Args:
+      name: value of `--device`; "auto" compiles for the devices attached here.
+      device: the device that it names.
 
     Raises:
-      UserError: nothing here can, and why.
+      UserError: no compiler for the device is available, or too few devices are attached.
     """
     if name != "auto":
         absent.require_compiler(device.name, device.compile_target).topology(count)
@@ -65,7 +71,11 @@ def compiler(name: str, device: Device, count: int) -> Compile:
 
 
 def confirm_training(found: training.Search, wanted: int, compile_for: Compile) -> Confirmation[training.Verdict]:
-    """Compiles the best until so many fit; what does not is dropped, and the next takes its place."""
+    """Compiles training candidates in order until `wanted` of them fit; those that do not fit are dropped.
+
+    Raises:
+      RunError: none of the compiled candidates fits.
+    """
     return _confirm(
         found.fitting, wanted, found.device, lambda verdict: compile_for(found.space.configured(verdict.choice), None)
     )
@@ -74,7 +84,14 @@ def confirm_training(found: training.Search, wanted: int, compile_for: Compile) 
 def confirm_inference(
     found: inference.Search, config: Config, wanted: int, compile_for: Compile
 ) -> Confirmation[inference.Verdict]:
-    """The same of sampling from the model of `config`, of weights and caches that there are programs of."""
+    """Compiles sampling candidates in order until `wanted` of them fit; skips formats without a program.
+
+    Args:
+      config: names the model.
+
+    Raises:
+      RunError: none of the compiled candidates fits.
+    """
     fitting = [each for each in found.fitting if inference.has_program(each.choice, found.device)]
 
     def compile_one(verdict: inference.Verdict) -> Mapping[str, Inspection]:
@@ -95,7 +112,7 @@ def _confirm(
         if len(made) == wanted:
             break
         peak = _peak(compile_one(verdict))
-        # The margin is for the formula's error, which this figure does not have.
+        # Compared with the full capacity: the budget's margin covers the formula's error, and this figure has none.
         if isinstance(peak, int) and peak <= device.memory_bytes:
             made.append((verdict, peak))
         else:
@@ -108,7 +125,7 @@ def _confirm(
 
 
 def _peak(inspections: Mapping[str, Inspection]) -> int | str:
-    """Of the program that needs most; or why it is not known to fit."""
+    """Returns the largest peak among the programs, or the reason why it is unknown or the compiler refused one."""
     peaks: list[int] = []
     for inspection in inspections.values():
         peak = inspection.figures["peak"]

@@ -1,4 +1,4 @@
-"""The search for the fastest way to sample from a model on one device, by the closed forms."""
+"""Search for the fastest way to sample from a model on one device, with the closed-form formulas."""
 
 import bisect
 import dataclasses
@@ -19,16 +19,18 @@ from jaxllm.step.precision import policy_for
 
 MOST_SEQUENCES = 4096
 SHORTEST_CONTEXT = 64
-# Narrower formats that a plan tries; keys and values are kept in the first of them at the narrowest.
+# Narrower formats that a plan tries. The KV cache uses the first at most: int4 is for weights only.
 INTEGERS = ("int8", "int4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """Attributes:
-    weights, cache: formats, by the names of `ledger.formats`.
-    batch: sequences at a time.
-    context: tokens of prompt and text that each may have.
+    """Sampling setup: formats of weights and KV cache, batch size and context length.
+
+    Attributes:
+      weights, cache: formats, as named in `jaxllm.ledger.formula.exact.formats`.
+      batch: number of concurrent sequences.
+      context: maximum tokens per sequence, prompt and generated text together.
     """
 
     weights: str
@@ -38,20 +40,21 @@ class Serving:
 
     @property
     def told(self) -> str:
-        """In one line."""
+        """Describes the setup in one line."""
         return f"weights {self.weights}, KV cache {self.cache}, {self.batch} × {self.context:,} tokens"
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the closed forms say of one that fits.
+    """Closed-form estimate for one sampling setup that fits.
 
     Attributes:
-      peak_bytes: of the device.
-      seconds: least time of one more token for each sequence of full context; infinite where it is not known.
-      bound: what sets it.
-      prefill_seconds: least time of taking in prompts of the whole context, of all sequences.
-      unknown: "" or which rate is not known.
+      choice: the setup.
+      peak_bytes: peak memory of the device.
+      seconds: lower bound on the time to decode one token for every sequence at full context; infinite if unknown.
+      bound: the resource that sets `seconds`.
+      prefill_seconds: lower bound on the time to prefill full-context prompts for all sequences; infinite if unknown.
+      unknown: the rate that is unknown; "" if all are known.
     """
 
     choice: Serving
@@ -63,29 +66,32 @@ class Verdict:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together."""
+        """Upper bound on the tokens per second of all sequences together."""
         return self.choice.batch / self.seconds
 
     @property
     def rank(self) -> tuple[float, tuple[int, ...], int]:
-        """Smaller is better: the most tokens a second, of two as fast the wider formats, less memory."""
+        """Sort key, smaller is better: most tokens per second, then the wider formats, then the smaller peak."""
         formats = (_width(self.choice.weights), _width(self.choice.cache))
         return -self.tokens_per_second, formats, self.peak_bytes
 
 
 def _width(name: str) -> int:
-    """Bits saved: more is another model, if not by much."""
+    """Returns the negated bits of a format: wider formats sort first, as narrower ones change the model slightly."""
     return -formats_lib.named(name).bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Attributes:
-    budget: bytes that may be taken.
-    judged: choices.
-    fitting: verdicts, the best first.
-    closest: the choice of the smallest peak, and the peak, where nothing fits.
-    seconds: that the search took.
+    """Result of a search over sampling setups.
+
+    Attributes:
+      name: model name for messages.
+      budget: bytes that may be used.
+      judged: number of setups evaluated.
+      fitting: verdicts of the setups that fit, best first.
+      closest: the setup with the smallest peak, and that peak in bytes, if nothing fits; else None.
+      seconds: duration of the search.
     """
 
     name: str
@@ -99,20 +105,20 @@ class Search:
 
 
 def plain(device: Device) -> str:
-    """The format of weights and cache that programs compute with on a device."""
+    """Returns the format in which programs store and compute with weights and cache on a device."""
     return bill.compute_format(device.platform)
 
 
 def has_program(choice: Serving, device: Device) -> bool:
-    """Whether the decoder runs with weights and cache in these formats."""
+    """Returns True if the decoder supports weights and cache in these formats."""
     return choice.weights == plain(device) and choice.cache in (plain(device), formats_lib.INT8)
 
 
 def formats(device: Device, wanted: str = "search", of: str = "weights") -> tuple[str, ...]:
-    """Formats to choose among on a device, the widest first.
+    """Returns the formats to choose among on a device, widest first.
 
     Args:
-      wanted: one of them, or `search` for all.
+      wanted: one format, or `search` for all.
       of: weights | cache.
     """
     if wanted != "search":
@@ -121,7 +127,7 @@ def formats(device: Device, wanted: str = "search", of: str = "weights") -> tupl
 
 
 def ledger_of(name: str, model: Architecture, device: Device, choice: Serving) -> Ledger:
-    """The bill, without device and work."""
+    """Returns the bill of a setup: memory only, without capacity and compute."""
     chunk = min(generator.CHUNK, choice.context)
     return inference_memory.inference(
         *(model, choice.batch, choice.context, chunk, choice.weights, choice.cache, name, device.platform),
@@ -139,11 +145,16 @@ def search(
     weights: Sequence[str],
     caches: Sequence[str],
 ) -> Search:
-    """Judges every combination. A larger batch needs more: the batches of a combination end where one does not fit, and
-    the largest that does is looked for below it.
+    """Evaluates every combination of contexts, formats and batch sizes.
+
+    Memory grows with the batch size. Each combination of context and formats therefore stops at the first batch size
+    that does not fit, then a bisection finds the largest one below it that does.
 
     Args:
-      batches: ascending.
+      budget: bytes that may be used.
+      contexts: tokens per sequence to try.
+      batches: numbers of concurrent sequences to try, ascending.
+      weights, caches: formats to try.
     """
     begun = time.perf_counter()
     peaks: dict[Serving, int] = {}
@@ -156,7 +167,7 @@ def search(
     for context, weight, cache in itertools.product(contexts, weights, caches):
         one = functools.partial(Serving, weight, cache, context=context)
         fitting = list(itertools.takewhile(lambda batch, one=one: fits(one(batch=batch)), batches))  # type: ignore[misc]
-        if fitting and len(fitting) < len(batches):  # and the largest between the last that fits and the next
+        if fitting and len(fitting) < len(batches):  # `fits` records what the bisection probes
             low, high = fitting[-1], batches[len(fitting)]
             bisect.bisect_left(range(low + 1, high), True, key=lambda batch, one=one: not fits(one(batch=batch)))  # type: ignore[misc]
     found = [verdict(model, device, choice, peak) for choice, peak in peaks.items() if peak <= budget]
@@ -166,7 +177,7 @@ def search(
 
 
 def verdict(model: Architecture, device: Device, choice: Serving, peak_bytes: int) -> Verdict:
-    """Of a choice whose peak is known."""
+    """Returns the verdict of a setup whose peak is already computed."""
     dtype = policy_for("auto", device.platform).compute.name
     how = (choice.weights, choice.cache, device, dtype)
     token = roofline.decode_token(model, choice.batch, choice.context, *how)
@@ -178,12 +189,17 @@ def verdict(model: Architecture, device: Device, choice: Serving, peak_bytes: in
 
 
 def batches_up_to(most: int = MOST_SEQUENCES) -> tuple[int, ...]:
-    """Powers of two."""
+    """Returns the powers of two up to `most`."""
     return tuple(2**power for power in range(most.bit_length()))
 
 
 def remedies(found: Search, margin: float) -> list[Remedy]:
-    """Of each kind of change the smallest that fits, where one does: from the closest choice on."""
+    """Returns single changes to the closest setup that make it fit: the smallest of each kind, if there is one.
+
+    Args:
+      found: a search in which nothing fits.
+      margin: fraction of a larger device's memory to leave free.
+    """
     assert found.closest is not None
     choice = found.closest[0]
     made: list[Remedy] = []

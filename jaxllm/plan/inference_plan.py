@@ -1,4 +1,4 @@
-"""A plan of sampling from a request to what is shown: search, confirm, and say what would fit where nothing does."""
+"""Plans inference from request to output: searches, confirms with XLA, and suggests changes if nothing fits."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,11 @@ from jaxllm.plan.request import Output, PlanRequest, compiler
 
 
 def infer(request: PlanRequest, output: Output) -> dict[str, Any]:
-    """Plans inference on one device; the JSON of the plan."""
+    """Plans inference on one device, prints the plan and returns it as JSON.
+
+    Raises:
+      UserError: the request has several devices and no config file.
+    """
     if request.count != 1 and not request.file:
         raise UserError(f"--task infer is planned for one device, and --count is {request.count}")
     found = search(request)
@@ -48,10 +52,10 @@ def infer(request: PlanRequest, output: Output) -> dict[str, Any]:
 
 
 def search(request: PlanRequest, batches: tuple[int, ...] = ()) -> inference.Search:
-    """Judges every way to sample that is asked for.
+    """Evaluates the sampling setups that match the request.
 
     Args:
-      batches: sequences at a time to choose among, ascending; () for the request's, or up to many.
+      batches: numbers of concurrent sequences to try, ascending; () for the request's, or powers of two if it has none.
     """
     if not batches:
         batches = (request.batch,) if request.batch else inference.batches_up_to()

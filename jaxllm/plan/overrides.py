@@ -1,4 +1,4 @@
-"""A plan as a person uses it: overrides for a command line, or a file of a run."""
+"""Turns a plan into overrides for a command line, or into a config file."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,16 +7,16 @@ from typing import Any
 from jaxllm.config import Config, overrides
 from jaxllm.plan.space import Choice, Space
 
-# What makes a run of a published model, beside what a choice sets.
+# Fields that define a run of a published model, besides those that a choice sets.
 _RUN = ("model.name", "data.sequence_length", "train.batch_size", "optimizer.name")
 
 
 def fields(space: Space, choice: Choice, typed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Dotted path -> value of what a command line has to say for a run to be the planned one.
+    """Returns the overrides, dotted path -> value, that turn a run into the planned one.
 
     Args:
-      typed: what the person has overridden in the run's file already, which has the rest; the choice has the last
-        word. None where there is no file.
+      typed: overrides of the config file from the command line, which are kept unless the choice sets the same field.
+        None if there is no file: the fields that define the run are then included.
     """
     before = overrides.field_paths(space.base)
     if typed is not None:
@@ -25,15 +25,15 @@ def fields(space: Space, choice: Choice, typed: Mapping[str, Any] | None) -> dic
 
 
 def arguments(values: Mapping[str, Any]) -> list[str]:
-    """As a shell takes them."""
+    """Returns overrides as command-line arguments."""
     return [f"--config.{path}={value}" for path, value in values.items()]
 
 
 def file_of(space: Space, choice: Choice, told: str) -> str:
-    """The text of a file for `--config`: every field that is not the default's.
+    """Returns the text of a config file for `--config`, with every field that differs from its default.
 
     Args:
-      told: the first line of its docstring.
+      told: first line of the file's docstring.
     """
     config = dataclasses.replace(space.configured(choice))
     default = overrides.field_paths(Config())

@@ -1,4 +1,4 @@
-"""What would make a run fit where nothing does: one change at a time, each found by searching."""
+"""Changes that would make a training run fit if nothing does: one change at a time, each found by searching."""
 
 import copy
 import dataclasses
@@ -12,16 +12,18 @@ from jaxllm.plan.space import FRUGAL_REMATS, Space
 from jaxllm.plan.training import Search, smallest_peak
 
 MOST_DEVICES = 65_536
-SHORTEST = 128  # tokens of a sequence
+SHORTEST = 128  # tokens per sequence
 _SMALLER_STATE = ("lion", "adafactor", "momentum", "sgd")
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """Attributes:
-    what: in words.
-    flags: of the plan's command that make it so.
-    peak_bytes: on one device.
+    """Single change that makes a run fit.
+
+    Attributes:
+      what: description for messages.
+      flags: the planner's flags that make the change.
+      peak_bytes: peak memory of one device after the change.
     """
 
     what: str
@@ -33,12 +35,14 @@ class Remedy:
 
 
 def remedies(found: Search, margin: float, is_file: bool) -> list[Remedy]:
-    """Of each kind of change the smallest that fits, where one does.
+    """Returns the changes that make the run fit: the smallest of each kind, if there is one.
 
-    Only the most frugal choices are looked at, of which the search has found that they do not fit as it is.
+    Considers only the choices that need least memory: the search has found that none of them fits without a change.
 
     Args:
-      is_file: whether the run is a file's, which is changed by other flags than one made of a model's name.
+      found: a search in which nothing fits.
+      margin: fraction of a larger device's memory to leave free.
+      is_file: True if the run comes from a config file, False if it is built from a model's name; their flags differ.
     """
     space, budget = found.space, found.budget
     kinds = (
@@ -53,7 +57,7 @@ def remedies(found: Search, margin: float, is_file: bool) -> list[Remedy]:
 
 
 def _needs(space: Space, budget: int) -> int | None:
-    """The smallest peak of a space; None where it is more than the budget, or the run is not a valid one."""
+    """Returns the smallest peak of a space in bytes; None if it exceeds the budget or the run is invalid."""
     try:
         validate.check(space.base, space.model)
     except UserError:
@@ -71,7 +75,7 @@ def _more_devices(space: Space, budget: int) -> Iterator[Remedy]:
 
 
 def _counts(space: Space) -> list[int]:
-    """More devices than there are, that the batch divides over."""
+    """Returns the device counts above the current one over which the batch can be divided, ascending."""
     batch, tensors = space.base.train.batch_size, space.tensors
     rows = [rows for rows in range(1, min(batch, MOST_DEVICES) + 1) if batch % rows == 0]
     return sorted({a * b for a in rows for b in tensors if space.count < a * b <= MOST_DEVICES})
@@ -87,7 +91,7 @@ def _larger_device(space: Space, device: Device, margin: float) -> Iterator[Reme
 
 
 def _shorter(space: Space, budget: int, is_file: bool) -> Iterator[Remedy]:
-    """Sequences of half the length, a quarter, …; as many tokens a step."""
+    """Yields runs with 1/2, 1/4, … of the sequence length and the same tokens per step."""
     base, length, factor = space.base, space.length, 2
     while length % factor == 0 and length // factor >= SHORTEST:
         shorter = copy.deepcopy(base)

@@ -1,4 +1,4 @@
-"""Plans for people: a table of at most 100 columns, what was judged, and what to type."""
+"""Terminal output of a plan: tables of at most 100 columns, a summary of the search, and the commands to run."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,13 +14,19 @@ from jaxllm.plan.confirm import Confirmation
 from jaxllm.plan.remedies import Remedy
 
 WIDTH = 100
-_LARGEST = 5  # rows that are named
+_LARGEST = 5  # rows listed if nothing fits
 
 
 def show_training(
     found: training.Search, confirmation: Confirmation[training.Verdict], top: int, console: Console
 ) -> None:
-    """The best of a search for a training run."""
+    """Prints the best candidates of a search over training runs, best first.
+
+    Args:
+      found: the search.
+      confirmation: XLA's peaks of the compiled candidates, and the candidates that it rejected.
+      top: maximum number of candidates to print.
+    """
     base, best = found.space.base, confirmation.remaining(found.fitting)
     tokens = base.train.batch_size * base.data.sequence_length
     title = f"plan: train {base.model.name} on {found.space.count} × {found.device.name}, {tokens:,} tokens a step"
@@ -29,7 +35,7 @@ def show_training(
     shown = best[:top]
     offloads = any(verdict.choice.offload != "none" for verdict in shown)
     letters = _letters([verdict.choice.remat for verdict in shown])
-    # A column for what all have alike is left out; so are the chunks where the others need their place.
+    # The offload column is omitted if no candidate offloads; the chunks column if the others need its width.
     chunks = not (compiled and offloads)
     left = ["mesh", "ZeRO", "remat", "rows", *(["chunks"] if chunks else []), *(["offload"] if offloads else [])]
     right = ["peak", *(["compiled"] if compiled else []), "step ≥", "tokens/s"]
@@ -77,7 +83,7 @@ def _rate(tokens: float) -> str:
 
 
 def _letters(policies: Sequence[str]) -> dict[str, str]:
-    """Policies that name tags -> a short name for the table: `names a`."""
+    """Returns a short name for the table, such as `names a`, for each policy that lists tags."""
     long = [policy for policy in dict.fromkeys(policies) if ":" in policy]
     return {
         policy: f"{policy.partition(':')[0]} {letter}" for policy, letter in zip(long, "abcdefghijklm", strict=False)
@@ -85,7 +91,7 @@ def _letters(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _dtypes(shown: Sequence[training.Verdict], console: Console) -> None:
-    """Of the candidates: in one line where all are alike."""
+    """Prints the precision and moment dtype of the candidates, on one line if all agree."""
     told = [f"{verdict.choice.precision}, moments {verdict.choice.moment_dtype}" for verdict in shown]
     if len(set(told)) == 1:
         _say(console, f"precision: {told[0]}")
@@ -96,7 +102,7 @@ def _dtypes(shown: Sequence[training.Verdict], console: Console) -> None:
 def show_inference(
     found: inference.Search, confirmation: Confirmation[inference.Verdict], top: int, console: Console
 ) -> None:
-    """The best of a search for a way to sample."""
+    """Prints the best candidates of a search over sampling setups, best first. Arguments as in `show_training`."""
     table = _table(f"plan: sample from {found.name} on {found.device.name}")
     best = confirmation.remaining(found.fitting)[:top]
     compiled = {verdict.choice: peak for verdict, peak in confirmation.compiled}
@@ -128,7 +134,7 @@ def show_inference(
 
 
 def show_counts(found: training.Search | inference.Search, margin: float, console: Console) -> None:
-    """How many were judged, how many fit, and in what."""
+    """Prints how many candidates were judged, how many fit, and the memory budget."""
     capacity = found.device.memory_bytes
     assert capacity is not None
     told = f"{found.judged:,} candidates judged in {found.seconds:.1f} s; {len(found.fitting):,} fit in "
@@ -136,7 +142,14 @@ def show_counts(found: training.Search | inference.Search, margin: float, consol
 
 
 def show_nothing_fits(closest: str, ledger: Ledger, budget: int, remedies: Sequence[Remedy], console: Console) -> None:
-    """The closest, by how much it does not fit, what takes the memory, and what would help."""
+    """Prints the closest candidate, how far it exceeds the budget, its largest rows, and changes that would fit.
+
+    Args:
+      closest: the candidate in one line.
+      ledger: its bill.
+      budget: bytes available on one device.
+      remedies: single changes that would fit.
+    """
     over = ledger.peak_bytes - budget
     _say(console, f"nothing fits. The closest needs {format_bytes(ledger.peak_bytes)}: {format_bytes(over)} too much")
     _say(console, f"  {closest}")
@@ -149,14 +162,14 @@ def show_nothing_fits(closest: str, ledger: Ledger, budget: int, remedies: Seque
 
 
 def largest_rows(ledger: Ledger) -> list[tuple[str, int]]:
-    """(name, bytes) of those that are there at the peak."""
+    """Returns (name, bytes per device) of the largest rows that are live at the peak."""
     alive = [row for row in ledger.rows if row.phase in (PERSISTENT, ledger.peak_phase)]
     alive.sort(key=lambda row: -row.bytes_per_device)
     return [(row.name, row.bytes_per_device) for row in alive[:_LARGEST]]
 
 
 def show_bills(train: Ledger, infer: Ledger, device: Device, console: Console) -> None:
-    """What both tasks take of one device at their peak, side by side, by kind."""
+    """Prints the peak memory of one device for training and for inference side by side, by kind of row."""
     table = _table(f"{train.model}, {train.parameters:,} parameters: memory of one {device.name} at the peak")
     table.add_column("")
     table.add_column(f"training, {train.count} device(s)", justify="right")
@@ -180,7 +193,7 @@ def _by_kind(ledger: Ledger) -> dict[str, int]:
 
 
 def show_commands(commands: Sequence[Sequence[str]], console: Console) -> None:
-    """One word a line where they are many, ready to be copied."""
+    """Prints shell commands ready to copy; long ones continue over several lines."""
     for words in commands:
         quoted = [shlex.quote(word) for word in words]
         lines, line = [], ""

@@ -1,4 +1,4 @@
-"""What a person asks of a plan, where it is shown, and what may compile its best."""
+"""The planner's input and output settings, and the choice of the compiler that confirms a plan."""
 
 import dataclasses
 import pathlib
@@ -15,24 +15,29 @@ from jaxllm.plan import confirm, render
 from jaxllm.step.precision import policy_for
 
 BATCH_TOKENS = 2**20
-LENGTH = 8192  # tokens of a sequence, where the model was made for as many
+LENGTH = 8192  # default tokens per sequence; less if the context of the model is shorter
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What a person asks for.
+    """Input of the planner, from the command line.
 
     Attributes:
       config: the run; a choice replaces some of its fields.
-      file: that it comes from; "" where it is made of a model's name.
-      typed: field -> value of what is not as the file has it, because the person says so; None where there is none.
-      device_name: as `--device` has it.
-      count: devices of training.
-      budget: bytes of one device that may be taken.
-      margin: the fraction that the budget leaves free.
-      batch, context, weights, cache: of inference; None and `search` where they are to be found.
-      confirm: how many to compile; None is one where that can be done.
-      out: where to write the winner as a file.
+      model: its model.
+      file: path of the config file; "" if the run is built from a model's name.
+      typed: overrides of the file's fields from the command line, field -> value; None if there is no file.
+      device_name: value of `--device`.
+      device: the device that it names.
+      count: number of devices, for training.
+      budget: bytes of one device that may be used.
+      margin: fraction of the device's memory that the budget leaves free.
+      precisions, moments: precision policies and moment dtypes to choose among, for training.
+      batch: number of concurrent sequences, for inference; None to search.
+      context: tokens per sequence, for inference.
+      weights, cache: formats, for inference; `search` to search.
+      confirm: number of candidates to compile; None for one if a compiler is available.
+      out: file to write the winner to; None to write none.
     """
 
     config: Config
@@ -60,9 +65,11 @@ class PlanRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Attributes:
-    console: silent where JSON is wanted.
-    top: candidates to show.
+    """Console and limits for printing a plan.
+
+    Attributes:
+      console: where to print; silent with `--json`.
+      top: maximum number of candidates to print.
     """
 
     console: Console
@@ -73,14 +80,18 @@ class Output:
 
 
 def precisions(wanted: str, platform: str) -> tuple[str, ...]:
-    """Policies to choose among: `search`, or one."""
+    """Returns the precision policies to choose among: those of the platform for `search`, else the one wanted."""
     if wanted == "search":
         return ("fp32", "bf16") if platform == "cpu" else ("bf16", "bf16_pure", "fp32")
     return (policy_for(wanted, platform).name,)
 
 
 def compiler(request: PlanRequest, count: int, output: Output) -> tuple[int, confirm.Compile | None]:
-    """(how many to compile, with what); None where nothing is to be compiled."""
+    """Returns (number of candidates to compile, compile function); (0, None) if nothing is to be compiled.
+
+    Raises:
+      UserError: `--confirm` is positive and no compiler for the device is available.
+    """
     if request.confirm == 0:
         return 0, None
     try:

@@ -1,7 +1,7 @@
-"""What a plan of training chooses among: meshes, ZeRO stages, remat policies, micro-batches, chunks, offloading.
+"""Search space of the training planner: meshes, ZeRO stages, remat policies, micro-batches, chunks and offloading.
 
-What changes the numbers that are learned (precision, dtype of the moments) is chosen only where it is asked for; what
-the run is (model, data, optimizer, sequences a step) never.
+Choices that change numerics (precision, moment dtype) are searched only on request. The run itself (model, data,
+optimizer, sequences per step) is never changed.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from jaxllm.config import attention as attention_choice
 from jaxllm.errors import UserError
 from jaxllm.step.precision import policy_for
 
-# Tensor parallelism exchanges activations in every layer, so it stays within a host: 8 devices.
+# Tensor parallelism exchanges activations in every layer, so it stays within a host of 8 devices.
 LARGEST_TENSOR = 8
-# Of the values that a block's backward pass reads, from those that are dear to make again to those that are cheap.
+# Tags of a block's saved activations, from the most to the least expensive to recompute.
 _ATTENTION = "attn_context"
 _PROJECTIONS = "attn_qkv,attn_context,resid_mid"
 _MLP = "mlp_up,mlp_gate"
@@ -33,18 +33,18 @@ REMATS = (
     "sqrt",
     "full",
 )
-FRUGAL_REMATS = ("full", "sqrt")  # those that keep least
+FRUGAL_REMATS = ("full", "sqrt")  # policies that save least
 OFFLOADED_REMATS = (f"offload:{_PROJECTIONS},{_MLP}", f"offload:{_PROJECTIONS}", f"offload:{_ATTENTION}")
 OFFLOADS = ("none", "moments", "all")
-# (tokens whose logits exist at one time, queries whose scores do): the configuration's own default, and smaller.
+# (tokens per chunk of logits, queries per chunk of scores): the configuration's default, then smaller ones.
 CHUNKS = ((4096, 512), (1024, 128))
-LEAST_CHUNK = 32  # queries: fewer leave a device idle
-SECTIONS = ("precision", "mesh", "remat", "train", "optimizer")  # that a choice changes
+LEAST_CHUNK = 32  # queries; smaller chunks leave a device idle
+SECTIONS = ("precision", "mesh", "remat", "train", "optimizer")  # configuration sections that a choice changes
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The fields of a configuration that a plan sets; by the names of `jaxllm.config`."""
+    """Values of the configuration fields that the training planner sets, named after those of `jaxllm.config`."""
 
     replica: int
     data: int
@@ -60,14 +60,14 @@ class Choice:
 
     @property
     def moving_parts(self) -> tuple[int, ...]:
-        """Smaller is simpler; the first that differs decides."""
+        """Complexity as a sort key: smaller is simpler, and the first element that differs decides."""
         offloaded = OFFLOADS.index(self.offload) + self.remat.startswith("offload")
         smaller = (self.precision == "bf16_pure") + (self.moment_dtype != "float32")
         return (offloaded, self.zero, self.tensor, smaller, self.replica, CHUNKS[0][0] != self.loss_chunk)
 
     @property
     def told(self) -> str:
-        """In one line."""
+        """Describes the choice in one line."""
         mesh = f"replica {self.replica} × data {self.data} × tensor {self.tensor}, ZeRO {self.zero}"
         chunks = f"chunks {self.attention_chunk or 'all'}/{self.loss_chunk}"
         held = f"offload {self.offload}, moments {self.moment_dtype}, {self.precision}"
@@ -75,7 +75,7 @@ class Choice:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Dotted path -> value."""
+        """Maps dotted configuration paths to the values of the choice."""
         return {
             "precision.policy": self.precision,
             "mesh.replica": self.replica,
@@ -93,16 +93,16 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """Everything a plan may choose.
+    """Training runs among which the planner chooses.
 
     Attributes:
-      base: the run; what a `Choice` does not set holds.
+      base: the run; fields that a `Choice` does not set keep its values.
       model: its model.
-      count: devices.
-      platform: of them: cpu | gpu | tpu. A CPU is its own host: nothing is offloaded there.
-      precisions, moments: policies and dtypes of moments to choose among.
-      remats: policies.
-      smallest_only: only micro-batches of the smallest size.
+      count: number of devices.
+      platform: of the devices: cpu | gpu | tpu. A CPU has no separate host memory, so nothing is offloaded there.
+      precisions, moments: precision policies and moment dtypes to choose among.
+      remats: remat policies to choose among.
+      smallest_only: True to consider micro-batches of the smallest size only.
     """
 
     base: Config
@@ -122,13 +122,16 @@ class Space:
 
     @property
     def tensors(self) -> list[int]:
-        """Sizes of the `tensor` axis that everything split over it divides over."""
+        """Sizes of the `tensor` axis that divide every dimension sharded over it."""
         model = self.model
         along = (model.heads, model.kv_heads, model.mlp_width, self.length)
         return [size for size in range(1, LARGEST_TENSOR + 1) if not any(whole % size for whole in along)]
 
     def meshes(self) -> Iterator[tuple[int, int, int, int]]:
-        """(replica, data, tensor, zero). Stages need a `data` axis to split over, and replicas are for stages."""
+        """Yields (replica, data, tensor, zero).
+
+        ZeRO stages 1 to 3 need `data` > 1 to shard over; `replica` > 1 occurs only with such a stage.
+        """
         for tensor in self.tensors:
             rows = self.count // tensor
             if self.count % tensor or self.base.train.batch_size % rows:
@@ -140,29 +143,32 @@ class Space:
 
     @functools.cached_property
     def has_scores(self) -> bool:
-        """Whether attention has scores that could be cut into chunks: not where kernels compute it."""
+        """True if attention materializes scores, which can be chunked; False if kernels compute it."""
         plain = self.configured(
             Choice(1, 1, 1, 0, 1, "full", 0, CHUNKS[0][0], "none", *self.moments[:1], *self.precisions[:1])
         )
         dtype = policy_for(self.precisions[0], self.platform).compute.name
         try:
             return attention_choice.resolve(plain, self.model, self.platform, dtype).implementation == "xla"
-        except UserError:  # the implementation cannot run: no choice will do
+        except UserError:  # the implementation is not supported: no choice is possible
             return True
 
     @property
     def policies(self) -> list[str]:
-        """Of remat. What waits of a kernel beside its output are its log sums: one without the other saves no work."""
+        """Remat policies for the platform and the attention implementation.
+
+        With attention kernels, `attn_lse` (log-sum-exp) is kept with `attn_context`: one alone saves no recomputation.
+        """
         policies = [policy for policy in self.remats if self.platform != "cpu" or not policy.startswith("offload")]
         if self.has_scores:
             return policies
         return [policy.replace("attn_context", "attn_context,attn_lse") for policy in policies]
 
     def families(self) -> Iterator[Iterator[Choice]]:
-        """Choices in families that differ only in what saves memory and no time; in each the simplest first.
+        """Yields families of choices that differ only in what saves memory but no time, the simplest choice first.
 
-        Chunks of logits and scores can be smaller for nothing but a longer loop, and offloading takes time on the
-        host's link. So the first choice of a family that fits is the best of the family.
+        Smaller chunks of logits and scores only lengthen a loop, and offloading takes time on the host link. The first
+        choice of a family that fits is therefore the best of the family.
         """
         attentions = (False, True) if self.has_scores and self._chunk(CHUNKS[0][1]) else (False,)
         for mesh in self.meshes():
@@ -180,7 +186,7 @@ class Space:
                 yield Choice(*mesh, accumulate, remat, queries, loss, offload, moment, precision)
 
     def _chunk(self, size: int) -> int:
-        """Queries of a chunk of about this size: a divisor of the sequence; 0 where no chunk is worth its loop."""
+        """Returns the largest divisor of the sequence length up to `size`; 0 if chunking is not worthwhile."""
         if size not in self._chunks:
             fitting = [divisor for divisor in _divisors(self.length) if divisor <= size]
             worth = self.length > size and fitting[-1] >= LEAST_CHUNK
@@ -188,7 +194,7 @@ class Space:
         return self._chunks[size]
 
     def configured(self, choice: Choice) -> Config:
-        """The run with a choice. Its sections are shared with other runs: to be read, not written."""
+        """Returns the configuration of a choice. Configurations share sections: do not modify them."""
         held = {name: section for name, section in vars(self.base).items() if name not in SECTIONS}
         made = {
             "precision": self._section("precision", policy=choice.precision),

@@ -1,4 +1,4 @@
-"""Plans as JSON: one object each."""
+"""JSON form of plans: one object per plan."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,13 @@ from jaxllm.plan.render import largest_rows
 def training_json(
     found: training.Search, confirmation: Confirmation[training.Verdict], top: int, best: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Args:
-    best: the winner's overrides and ledger; None where nothing fits.
+    """Returns a training plan as a JSON object.
+
+    Args:
+      found: the search.
+      confirmation: XLA's peaks, and the candidates dropped because of them.
+      top: maximum number of candidates to include.
+      best: the winner's overrides and ledger; None if nothing fits.
     """
     base = found.space.base
     tokens = base.train.batch_size * base.data.sequence_length
@@ -47,7 +52,7 @@ def training_json(
 def inference_json(
     found: inference.Search, confirmation: Confirmation[inference.Verdict], top: int, best: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Args as `training_json`."""
+    """Returns an inference plan as a JSON object. Arguments as in `training_json`."""
     peaks = {verdict.choice: peak for verdict, peak in confirmation.compiled}
     candidates = [
         {
@@ -77,10 +82,13 @@ def inference_json(
 
 
 def nothing_json(closest: Any, ledger: Ledger, budget: int, remedies: Sequence[Remedy]) -> dict[str, Any]:
-    """What is told where nothing fits.
+    """Returns the part of a plan that explains why nothing fits.
 
     Args:
-      closest: the choice, as JSON.
+      closest: the closest choice, as JSON.
+      ledger: its bill.
+      budget: bytes available on one device.
+      remedies: single changes that would fit.
     """
     return {
         "closest": closest,

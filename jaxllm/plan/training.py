@@ -1,4 +1,4 @@
-"""The search for the fastest training run that fits, by the closed forms."""
+"""Search for the fastest training run that fits in memory, with the closed-form formulas."""
 
 import dataclasses
 import time
@@ -14,20 +14,21 @@ from jaxllm.ledger.formula.exact.state import state_rows
 from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown
 from jaxllm.plan.space import Choice, Space
 
-# Least times that differ by less are one: the closed forms know no more.
+# Significant digits of a step time when ranking: the closed forms are no more precise.
 _DIGITS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the closed forms say of one choice that fits.
+    """Closed-form estimate for one training choice that fits.
 
     Attributes:
-      peak_bytes: on one device.
-      seconds: least time of a step; where a rate is not known, of the resources whose rate is.
-      busy: seconds of all resources together: what a step takes where nothing overlaps.
+      choice: the choice.
+      peak_bytes: peak memory of one device.
+      seconds: lower bound on the step time, counting only resources whose rate is known.
+      busy: sum of the times of all resources: the step time if nothing overlaps.
       bound: the resource that sets `seconds`.
-      unknown: "" or which rate is not known.
+      unknown: the rate that is unknown; "" if all are known.
     """
 
     choice: Choice
@@ -39,21 +40,23 @@ class Verdict:
 
     @property
     def rank(self) -> tuple[bool, float, tuple[int, ...], float, int]:
-        """Smaller is better: a time that is known, the least, the simpler of two as fast, less overlap, less memory."""
+        """Sort key, smaller is better: known time, least time, fewer moving parts, less total work, smaller peak."""
         seconds = float(f"{self.seconds:.{_DIGITS}g}")
         return bool(self.unknown), seconds, self.choice.moving_parts, self.busy, self.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Attributes:
-    space: that was searched.
-    device: of which there are `space.count`.
-    budget: bytes of one device that a run may take.
-    judged: choices; those that state alone rules out are among them.
-    fitting: verdicts, the best first.
-    closest: the choice of the smallest peak, and the peak, where nothing fits.
-    seconds: that the search took.
+    """Result of a search over training runs.
+
+    Attributes:
+      space: the space that was searched.
+      device: the device; `space.count` of them.
+      budget: bytes that a run may use on one device.
+      judged: number of choices evaluated, including those rejected because of their state alone.
+      fitting: verdicts of the choices that fit, best first.
+      closest: the choice with the smallest peak, and that peak in bytes, if nothing fits; else None.
+      seconds: duration of the search.
     """
 
     space: Space
@@ -66,19 +69,21 @@ class Search:
 
 
 def setting_of(space: Space, choice: Choice) -> TrainingRun:
-    """Raises:
-    UserError: an array cannot be split as the mesh wants it.
+    """Returns the training run of a choice, as the memory and compute formulas take it.
+
+    Raises:
+      UserError: an array cannot be sharded over the mesh.
     """
     return run_lib.make(space.model, space.configured(choice), choice.precision, space.platform)
 
 
 def ledger_of(space: Space, choice: Choice) -> Ledger:
-    """The bill, without device and work."""
+    """Returns the bill of a choice: memory only, without capacity and compute."""
     return training_memory.training(space.model, space.configured(choice), choice.precision, space.platform)
 
 
 def verdict(space: Space, device: Device, choice: Choice, peak_bytes: int) -> Verdict:
-    """Of a choice whose peak is known."""
+    """Returns the verdict of a choice whose peak is already computed."""
     least = roofline.train_step(setting_of(space, choice), device)
     seconds, bound = least.seconds, least.bound
     known = dict(least.seconds_of) or {"nothing that is known": float("inf")}
@@ -88,9 +93,9 @@ def verdict(space: Space, device: Device, choice: Choice, peak_bytes: int) -> Ve
 
 
 def search(space: Space, device: Device, budget: int) -> Search:
-    """Judges every choice that could be the best of all.
+    """Evaluates every choice that could be the best overall.
 
-    A choice is not judged where a simpler one of its family fits, which is at least as fast.
+    Skips the rest of a family once one of its choices fits: earlier choices are simpler and at least as fast.
     """
     begun = time.perf_counter()
     judge = _Judge(space, device, budget)
@@ -102,7 +107,7 @@ def search(space: Space, device: Device, budget: int) -> Search:
 
 
 def smallest_peak(space: Space) -> int | None:
-    """Of all choices of a space; None where it has none that is possible."""
+    """Returns the smallest peak of all choices in a space, in bytes; None if no choice is possible."""
     judge = _Judge(space, None, -1)
     for family in space.families():
         judge.judge(family)
@@ -110,7 +115,7 @@ def smallest_peak(space: Space) -> int | None:
 
 
 class _Judge:
-    """Counts and keeps what is judged."""
+    """Evaluates families of choices; counts them and collects those that fit and the closest one."""
 
     def __init__(self, space: Space, device: Device | None, budget: int):
         self._space, self._device, self._budget = space, device, budget
@@ -120,13 +125,13 @@ class _Judge:
         self.closest: tuple[Choice, int] | None = None
 
     def judge(self, family: Iterable[Choice]) -> None:
-        """The choices of a family up to the first that fits."""
+        """Evaluates the choices of a family up to the first that fits."""
         besides: dict[int, int] = {}
         for choice in family:
             self.judged += 1
             try:
                 peak = self._peak(choice, besides.get(choice.loss_chunk, 0))
-            except UserError:  # an array that cannot be split over this mesh
+            except UserError:  # an array cannot be sharded over this mesh
                 return
             if peak is None:
                 continue
@@ -139,18 +144,18 @@ class _Judge:
                 return
 
     def _peak(self, choice: Choice, beside: int) -> int | None:
-        """None where it is more than the budget and than the smallest peak so far, as what is known to the byte says.
+        """Returns the peak in bytes; None if a lower bound exceeds both the budget and the smallest peak so far.
 
         Args:
-          beside: what is known to live beside the state in the fullest phase. Of a family, choices with the same
-            chunks that keep more of their state in the host's memory have as much, and what they bring from there.
+          beside: known bytes live beside the state in the peak phase. Within a family, a choice with the same chunks
+            that offloads more of its state needs at least as much, plus the buffers for what it fetches from the host.
         """
         if self.closest is not None and self._state(choice) + beside > max(self._budget, self.closest[1]):
             return None
         return ledger_of(self._space, choice).peak_bytes
 
     def _state(self, choice: Choice) -> int:
-        """What persists on a device: the same for all choices that differ in other things."""
+        """Returns the persistent bytes of a device; cached, because they depend on a few fields of a choice only."""
         mesh = (choice.replica, choice.data, choice.tensor, choice.zero)
         key = (*mesh, choice.offload, choice.moment_dtype, choice.precision)
         if key not in self._states:
@@ -160,11 +165,13 @@ class _Judge:
 
 
 def base_config(model: str, length: int, batch: int, optimizer: str) -> Config:
-    """A run of a published model; everything else is the configuration's default.
+    """Returns the configuration of a training run of a published model; all other fields have their defaults.
 
     Args:
-      length: tokens of a sequence.
-      batch: sequences a step.
+      model: name in `jaxllm.architectures`.
+      length: tokens per sequence.
+      batch: sequences per step.
+      optimizer: value of `config.optimizer.name`.
     """
     config = Config()
     config.model.name = model

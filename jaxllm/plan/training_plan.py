@@ -1,4 +1,4 @@
-"""A plan of training from a request to what is shown: search, confirm, and say what would fit where nothing does."""
+"""Plans training from request to output: searches, confirms with XLA, and suggests changes if nothing fits."""
 
 import pathlib
 from typing import Any
@@ -12,7 +12,7 @@ from jaxllm.plan.space import Space
 
 
 def train(request: PlanRequest, output: Output) -> dict[str, Any]:
-    """Plans training; the JSON of the plan."""
+    """Plans a training run, prints the plan and returns it as JSON."""
     found = search(request)
     render.show_counts(found, request.margin, output.console)
     if not found.fitting:
@@ -47,10 +47,10 @@ def train(request: PlanRequest, output: Output) -> dict[str, Any]:
 
 
 def search(request: PlanRequest) -> training.Search:
-    """Judges every training run that is asked for.
+    """Evaluates the training runs that match the request.
 
     Raises:
-      UserError: no mesh divides the sequences of a step.
+      UserError: the sequences per step do not divide over the devices on any mesh.
     """
     space = Space(
         base=request.config,

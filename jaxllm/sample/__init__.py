@@ -1,1 +1,1 @@
-"""The command that continues prompts and holds conversations."""
+"""`sample` command: continues prompts with a model, or runs a chat."""

@@ -1,10 +1,11 @@
-"""Continues prompts with a model, or talks: python -m jaxllm.sample --model MODEL --prompt "…" [--prompt "…"] [--chat]
+"""Continues prompts with a model, or chats: python -m jaxllm.sample --model MODEL --prompt "…" [--prompt "…"] [--chat]
 
 MODEL is the workdir of a training run, a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub.
 
-One prompt's text appears as it is made. Several are continued together, and each is printed under a header.
-The ledger of it, before and after, and what it took, compilation apart, are on standard error: prompts that do not fit
-the device are refused before anything is allocated. With --json, standard output has one JSON object and nothing else.
+The text of a single prompt is streamed. Several prompts are continued in one batch, and each is printed under a header.
+Standard error has the memory ledger, before and after the run, and the timings, with compilation listed separately.
+Prompts that do not fit on the device are refused before anything is allocated. With --json, standard output has one
+JSON object and nothing else.
 """
 
 import copy
@@ -106,7 +107,11 @@ def main() -> None:
 
 
 def _tokenizer(opened: Pretrained) -> Tokenizer:
-    """The model's own, with all tokens that end its texts."""
+    """Returns the model's tokenizer with all end-of-text ids of the model.
+
+    Raises:
+      UserError: The model has no tokenizer.
+    """
     if opened.tokenizer is None:
         raise UserError(f"{opened.source} comes with no tokenizer.json; put that of its release into the folder")
     tokenizer = copy.copy(opened.tokenizer)
@@ -115,10 +120,10 @@ def _tokenizer(opened: Pretrained) -> Tokenizer:
 
 
 def _billed(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest) -> SamplingBill:
-    """The bill, shown; before the weights are read.
+    """Prints and checks the memory bill of the run, before the weights are read.
 
     Raises:
-      UserError: it does not fit this machine's device.
+      UserError: A prompt is invalid, or the run does not fit on this machine's device.
     """
     longest = max(len(engine.encode(prompt, tokenizer, opened.model)) for prompt in _PROMPT.value)
     context = engine.capacity_for(longest, request.max_new_tokens, opened.model)

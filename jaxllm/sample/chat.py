@@ -1,7 +1,7 @@
-"""A conversation: from --prompt, from a terminal, or from lines down a pipe; `python -m jaxllm.sample --chat`.
+"""Chat of `python -m jaxllm.sample --chat`, with turns from --prompt, a terminal or piped lines.
 
-Every turn renders the whole conversation with the model's chat template and takes it in anew, so that what the model
-reads is what its template says, whatever has been said before.
+Every turn renders the whole conversation with the model's chat template and prefills it from the start, so the input of
+the model always matches its template exactly.
 """
 
 import dataclasses
@@ -22,15 +22,20 @@ from jaxllm.interop.pretrained import Pretrained
 from jaxllm.ledger.advice import out_of_memory
 from jaxllm.ledger.runtime.sampling import SamplingBill
 
-MAX_NEW_TOKENS = 512  # of an answer, where nobody says
+MAX_NEW_TOKENS = 512  # default limit of one answer
 _CURSOR = "> "
 
 
 class Conversation:
-    """What has been said so far, and the model that says what comes next.
+    """Conversation with a model: the messages so far and the generator of the answers.
+
+    Args:
+      generator: Generator of the answers.
+      opened: The model with its chat template.
+      request: Settings of each answer.
 
     Attributes:
-      messages: {"role", "content"} of each turn.
+      messages: {"role", "content"} of each message.
     """
 
     def __init__(self, generator: Generator, opened: Pretrained, request: SampleRequest):
@@ -38,10 +43,15 @@ class Conversation:
         self.messages: list[Message] = []
 
     def say(self, text: str, on_text: Callable[[str], None]) -> tuple[Result, Times]:
-        """One turn: the text and, piece by piece, the answer.
+        """Runs one turn: adds the user's text and generates the answer.
+
+        Args:
+          text: Message of the user.
+          on_text: Callback for each new piece of the answer.
 
         Raises:
-          UserError: the template refuses it, or the conversation is longer than the context; it is as it was before.
+          UserError: The template refuses the messages, or the conversation does not fit in the context. The
+            conversation is then unchanged.
         """
         messages = [*self.messages, _user(text)]
         prompt = _rendered(self._opened, messages)
@@ -60,15 +70,21 @@ def run(
     *,
     as_json: bool,
 ) -> None:
-    """Talks until there is no more to say: the prompts, or else the lines of standard input.
+    """Runs a chat over the prompts or, if there are none, over the lines of standard input.
 
     Args:
-      bill: of one conversation of so many tokens; asked before the weights are read, and whenever it outgrows that.
-      dtype, cache_dtype: of weights and computation; of the cache.
-      as_json: one JSON object in the end, and no text before it.
+      opened: The model with its tokenizer and chat template.
+      request: Settings of each answer.
+      prompts: Messages of the user; if empty, they are read from standard input.
+      bill: Function from a conversation's capacity in tokens to its memory bill. It is called before the weights are
+        read and before each turn.
+      dtype: Dtype of weights and computation.
+      cache_dtype: Dtype of the cache.
+      as_json: Whether to print one JSON object at the end instead of text.
+
     Raises:
-      UserError: no template or tokenizer; at a terminal after that only what a first turn needs: any other turn that
-        cannot be had is told, and left out of the conversation.
+      UserError: The model has no chat template or tokenizer, the first prompt does not fit, or a turn fails. At a
+        terminal, the error of a failed turn is printed instead, and the turn is left out of the conversation.
     """
     if opened.tokenizer is None:
         raise UserError(f"{opened.source} comes with no tokenizer; --chat needs one")
@@ -122,7 +138,7 @@ def _rendered(opened: Pretrained, messages: Sequence[Message]) -> str:
 
 
 def _lines(prompts: Sequence[str], typed: bool) -> Iterator[str]:
-    """The turns of the person: those given, those typed, or those that come down a pipe; empty lines are no turns."""
+    """Yields the user's messages from the prompts, a terminal or piped lines; empty input lines are skipped."""
     if prompts:
         yield from prompts
     elif typed:

@@ -1,1 +1,1 @@
-"""The training step: gradients, optimizer and state, as pure functions."""
+"""Training step as pure functions: state, gradients, optimizers, precision and sharding."""

@@ -1,16 +1,17 @@
-"""Losses and gradients of a step over all devices, with every collective of ZeRO written down.
+"""Losses and gradients of a training step over all devices, with explicit ZeRO collectives.
 
-What each stage does for one step, with Ψ parameters in the compute dtype (Rajbhandari et al. 2020, section 7):
+Each ZeRO stage for one step, with Ψ parameters in the compute dtype (Rajbhandari et al. 2020, section 7):
 
-    stage  weights compute from                   gradients                             elements a device moves
-    0      whole copies                           summed once, after the backward pass  2Ψ
-    1      whole copies, gathered where stored    scattered sums, once                  Ψ + Ψ
-           in shares
-    2      the same                               scattered sums, layer by layer        Ψ + Ψ
-    3      shares, gathered layer by layer in     the same                              2Ψ + Ψ
-           the forward and in the backward pass
+    stage  weights in the computation               gradients                                     elements per device
+    0      unsharded                                all-reduced once, after the backward pass     2Ψ
+    1      unsharded, all-gathered once per step    reduce-scattered once                         Ψ + Ψ
+           if they are stored sharded
+    2      as in stage 1                            reduce-scattered layer by layer               Ψ + Ψ
+    3      sharded, all-gathered layer by layer     reduce-scattered layer by layer               2Ψ + Ψ
+           in the forward and the backward pass
 
-With several micro-batches, stages 2 and 3 communicate in each of them.
+The last column counts the elements that each device communicates. With several micro-batches, stages 2 and 3
+communicate in each of them.
 """
 
 import math
@@ -31,20 +32,25 @@ from jaxllm.step.placement import Layout
 from jaxllm.step.spec import StepSpec
 
 Batch = dict[str, Array]  # tokens, targets, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]
-Sums = dict[str, Array]  # "nll": Σ weight·nats; "tokens": Σ weight; "aux_loss": load balancing × tokens
+Sums = dict[str, Array]  # "nll": Σ weight·nats; "tokens": Σ weight; "aux_loss": load-balancing loss × tokens
 
 
 def loss_sums(
     params: Any, batch: Batch, step_spec: StepSpec, collectives: Collectives, factor: Float[Array, ""] | float = 1.0
 ) -> tuple[Float[Array, ""], Sums]:
-    """Sums over tokens, not means, so that every token of a step weighs the same wherever it lies.
+    """Computes this device's losses as sums over tokens.
+
+    Sums rather than means give every token of a step the same weight, on every device and in every micro-batch.
 
     Args:
-      params: as they compute, in the compute dtype; see `Collectives.weights`.
-      batch: this device's rows.
-      factor: of the loss that is differentiated.
+      params: Parameters in the compute dtype, sharded or not; see `Collectives.weights`.
+      batch: This device's rows.
+      step_spec: Specification of the training step.
+      collectives: Collectives for the mesh sizes.
+      factor: Factor on the differentiated loss.
+
     Returns:
-      (what is differentiated: this device's part of it, this device's sums).
+      (this device's part of the loss to differentiate, this device's sums).
     """
     model = step_spec.model
     hidden, _, aux_loss = forward(
@@ -75,13 +81,19 @@ def loss_sums(
 def accumulate(
     params: Any, batch: Batch, step_spec: StepSpec, layout: Layout, factor: Float[Array, ""] | float, frozen: Any = None
 ) -> tuple[Sums, Any]:
-    """Sums of the losses, and of the gradients times `factor`, over all tokens of a step.
+    """Computes the sums of the losses, and of the gradients times `factor`, over all tokens of a step.
 
     Args:
-      params: what is trained, as stored, whole arrays over the mesh.
-      frozen: the weights beside it, likewise; None where there are none.
+      params: Trained parameters in the storage dtype, as global arrays on the mesh.
+      batch: Global batch.
+      step_spec: Specification of the training step.
+      layout: Sharding of state and gradients.
+      factor: Factor on the loss before differentiation; see `precision.loss_factor`.
+      frozen: Frozen weights, as global arrays on the mesh; None if there are none.
+
     Returns:
-      (sums, gradients placed as `layout.moments`: in the compute dtype, or in float32 where they are accumulated).
+      (sums, gradients with the placements `layout.moments`; their dtype is the compute dtype, or float32 if
+      micro-batches are accumulated).
     """
 
     def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
@@ -102,7 +114,7 @@ def accumulate(
 
 
 def evaluate(params: Any, frozen: Any, batch: Batch, step_spec: StepSpec, layout: Layout) -> Sums:
-    """{"nll", "tokens"} over all tokens of a batch."""
+    """Computes the evaluation sums {"nll", "tokens"} over all tokens of a batch."""
 
     def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, tuple[()]]:
         variables, computing = variables_of(params, frozen, step_spec, layout)
@@ -113,12 +125,12 @@ def evaluate(params: Any, frozen: Any, batch: Batch, step_spec: StepSpec, layout
 
 
 def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
-    """`local(params, frozen, batch, factor)` on every device over its shares; it gives (sums, arrays placed `out`)."""
+    """Wraps `local(params, frozen, batch, factor)` in `shard_map`; it returns (sums, arrays with placements `out`)."""
     if layout.mesh.size == 1:
         return local
 
     def specs(placements: Any) -> Any:
-        return jax.tree.map(lambda p: p.collectives, placements)
+        return jax.tree.map(lambda p: p.partition, placements)
 
     rows = PartitionSpec(BATCH_AXES, None)
     return jax.shard_map(
@@ -139,11 +151,11 @@ def partition_of(layout: Layout) -> Collectives:
 
 
 def variables_of(params: Any, frozen: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
-    """(what is differentiated, function from it to the parameters that the model's functions take)."""
+    """Returns (the variables to differentiate, a function from them to the parameter tree of the model)."""
     variables, computing = _trained(params, step_spec, layout)
     if frozen is None:
         return variables, computing
-    frozen = step_spec.policy.cast(frozen)  # as they are, in a run; a test may give others
+    frozen = step_spec.policy.cast(frozen)  # a no-op in a run; tests may pass another dtype
 
     def beside(variables: Any) -> Any:
         return adapters.joined(frozen, adapters.scaled(computing(variables), step_spec.adapter_scale))
@@ -152,7 +164,7 @@ def variables_of(params: Any, frozen: Any, step_spec: StepSpec, layout: Layout) 
 
 
 def _trained(params: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
-    """The same of what is trained alone."""
+    """Implements `variables_of` for the trained parameters, without frozen weights."""
     compute = step_spec.policy.cast(params)
     if layout.stage == 0 or layout.sizes["data"] == 1:
         return compute, lambda whole: whole
@@ -170,7 +182,7 @@ def _trained(params: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Cal
         shape = list(x.shape)
         ways = math.prod(layout.sizes[axis] for axis in placement.axes[placement.zero_dim])
         shape[placement.zero_dim] = placement.shape[placement.zero_dim] // ways
-        return jnp.zeros(shape, x.dtype)  # stands for the gradient's shape; its value is never read
+        return jnp.zeros(shape, x.dtype)  # defines the shape of the gradient; its value is never read
 
     shares = jax.tree.map(share, layout.shares, whole)
     return shares, lambda shares: jax.tree.map(Scattered, shares, whole)
@@ -183,9 +195,10 @@ def _without_padding(placement: Placement, x: Array) -> Array:
 
 
 def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placements: Any, params: Any) -> Any:
-    """`gather` or `scatter` over a tree of parameters; over stacked layers one after another.
+    """Applies `gather` or `scatter` to a tree of parameters, to stacked layers one layer at a time.
 
-    A stack taken as one is put together along its second dimension: a copy of the whole to bring it into order.
+    A collective on a whole stack would concatenate along its second dimension, which needs a copy of the whole stack to
+    restore the order of elements.
     """
 
     def apply(placed: Any, tree: Any, cut: bool) -> Any:
@@ -206,9 +219,9 @@ def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placeme
 
         return jax.lax.map(one, first + jnp.arange(jax.tree.leaves(layers)[0].shape[0]))
 
-    if layers and not others:  # adapters, all of them stacked
+    if layers and not others:  # adapters: every array is stacked
         done["layers"] = loop(layers)
-    elif layers:  # a model shorter than its layer pattern has none that are stacked
+    elif layers:  # a model shorter than its layer pattern has no stacked layers
         done["layers"] = jax.lax.platform_dependent(
             others, layers, cpu=lambda xs, layers: loop_after(_zero_after(xs), layers), default=lambda _, y: loop(y)
         )
@@ -216,31 +229,32 @@ def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placeme
 
 
 def _zero_after(arrays: list[Array]) -> Array:
-    """An int32 0 that is there when these arrays are.
+    """Returns an int32 0 with a data dependency on these arrays.
 
-    What does not depend on each other, XLA's CPU backend runs at one time; and of JAX 0.10, it tells one reduce-scatter
-    among the devices of a process from the next by their group alone. Those outside a loop over layers mixed with those
-    inside, now and then, on a busy machine. A barrier does not help: that backend drops it before it orders a program.
+    XLA's CPU backend runs independent operations concurrently. In JAX 0.10 it distinguishes reduce-scatters among the
+    devices of one process only by their device group, so on a busy machine those outside the loop over layers were
+    occasionally mixed with those inside. An optimization barrier does not help: the backend removes it before it
+    schedules the program.
     """
     number = sum(x.reshape(-1)[0].astype(jnp.float32) for x in arrays)
     bits = jax.lax.bitcast_convert_type(number, jnp.int32)
-    # Of the sign bit alone, nothing is left: a zero of any number, which the compiler does not see through.
+    # Shifting right by 31 and then by 1 gives 0 for any input, and the compiler does not fold it to a constant.
     return jax.lax.shift_right_logical(jax.lax.shift_right_logical(bits, 31), 1)
 
 
 def _over_micro_batches(
     differentiate: Callable[..., Any], variables: Any, batch: Batch, count: int
 ) -> tuple[Sums, Any]:
-    """Sums of losses and float32 gradients over the micro-batches, which run one after another."""
+    """Accumulates losses and float32 gradients over the micro-batches, which run sequentially."""
 
     def micro_step(carry: Any, micro_batch: Batch) -> tuple[Any, None]:
         gradients, sums = differentiate(variables, micro_batch)
-        # A barrier: the TPU's compiler tries to move sums over devices out of this loop, and fails where they are
-        # converted on the way (XLA of JAX 0.10, in while_loop_all_reduce_code_motion).
+        # Without the barrier, the TPU compiler tries to hoist all-reduces out of this loop and fails if their results
+        # are converted to another dtype (XLA of JAX 0.10, in while_loop_all_reduce_code_motion).
         gradients = jax.lax.optimization_barrier(gradients)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (sums, gradients)), None
 
-    # Interleaved, row i of each group of `count` rows: a device keeps the rows it has.
+    # Micro-batch i has row i of each group of `count` rows, so rows stay on their device.
     micro_batches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
     zero = jnp.zeros((), jnp.float32)
     start = (
@@ -251,7 +265,7 @@ def _over_micro_batches(
 
 
 def _summed(sums: Sums, layout: Layout) -> Sums:
-    """Over the rows of all devices. Devices along `tensor` have the same ones, but each its part of the balance."""
+    """All-reduces sums over the rows of all devices; over `tensor`, only the load-balancing loss is a partial sum."""
     sizes = layout.sizes
 
     def total(name: str, x: Array) -> Array:
@@ -262,7 +276,7 @@ def _summed(sums: Sums, layout: Layout) -> Sums:
 
 
 def _reduced(gradients: Any, layout: Layout) -> Any:
-    """The sum over all devices of gradients that are not summed yet."""
+    """Reduces gradients over the mesh axes that the backward pass has not reduced yet."""
     sizes = layout.sizes
     if sizes["data"] > 1 and layout.stage == 1:
         gradients = _layer_by_layer(scatter, layout.moments, gradients)
@@ -271,7 +285,7 @@ def _reduced(gradients: Any, layout: Layout) -> Any:
         axes = ["replica"] if sizes["replica"] > 1 else []
         if sizes["data"] > 1 and layout.stage == 0:
             axes.append("data")
-        # A weight that is whole along `tensor` met other tokens or heads on each device.
+        # A weight replicated along `tensor` was applied to different tokens or heads on each device.
         if sizes["tensor"] > 1 and not any("tensor" in split for split in placement.axes):
             axes.append("tensor")
         return jax.lax.psum(gradient, tuple(axes)) if axes else gradient

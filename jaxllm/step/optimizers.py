@@ -1,8 +1,8 @@
-"""Update rules and schedules, from optax.
+"""Optimizers and learning-rate schedules, built from optax.
 
-An optimizer here gives the *direction* of descent; the train step multiplies it by the schedule's learning
-rate. So one counter, the state's step, drives the schedule, with or without accumulation and across a
-resume.
+An optimizer here returns the *direction* of descent, and the train step multiplies it by the learning rate. The step
+counter of the train state is therefore the only one that drives the schedule, also with gradient accumulation and after
+a resume.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,16 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
-    """Learning rate of the update that follows `step` updates (the first one: 0).
+    """Builds the schedule: the learning rate as a function of `step`, the number of updates already made (from 0).
 
-    Warm-up rises linearly to the peak and reaches it at update `warmup_steps`. After it: `constant`;
-    `linear` and `cosine` fall over the rest of the run to `final_lr_fraction` of the peak, which the update
-    after the last would have; `wsd` (warm-up, stable, decay: Hu et al. 2024) stays at the peak and falls linearly
-    over the last `decay_steps`.
+    Warm-up increases linearly and reaches the peak at update `warmup_steps`. After it, `constant` stays at the peak;
+    `linear` and `cosine` decay over the rest of the run to `final_lr_fraction` of the peak, the value for the update
+    after the last one; `wsd` (warm-up, stable, decay: Hu et al. 2024) stays at the peak and decays linearly over the
+    last `decay_steps`.
+
+    Args:
+      config: Optimizer configuration.
+      steps: Number of updates of the run.
     """
     peak, final = config.peak_lr, config.peak_lr * config.final_lr_fraction
     rest = max(steps - config.warmup_steps, 1)
@@ -53,17 +57,21 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
 def make_optimizer(
     config: OptimizerConfig, model: Architecture, lora: LoraConfig | None = None
 ) -> optax.GradientTransformation:
-    """The direction of descent, decoupled weight decay included: params ← params − lr · direction.
+    """Builds the optimizer that returns the direction of descent: params ← params − lr · direction.
 
-    It computes in float32, whatever the dtypes of parameters, gradients and moments: in float16 Adam's epsilon is 0,
-    and in bfloat16 a second moment stops growing. Between updates moments are in `config.moment_dtype`.
+    The direction includes decoupled weight decay. It is computed in float32 whatever the dtypes of parameters,
+    gradients and moments: in float16, Adam's epsilon is 0, and in bfloat16, a second moment stops growing. Between
+    updates, moments are stored in `config.moment_dtype`.
 
     Sources: Adam, Kingma & Ba 2015; AdamW, Loshchilov & Hutter 2019; Adafactor, Shazeer & Stern 2018 (its
     update is relative to each array's RMS); Lion, Chen et al. 2023; Muon, Jordan 2024, scaled to Adam's RMS
     as in Liu et al. 2025, on the matrices inside blocks, and Nesterov Adam on embeddings, head, biases and norms.
 
     Args:
-      lora: adapters, which are then all that is updated; None is none. Each of their two matrices is one to Muon.
+      config: Optimizer configuration.
+      model: Architecture of the model.
+      lora: Adapter configuration; with adapters, only they are updated. None means no adapters. Muon treats the A and B
+        of an adapter as two separate matrices.
     """
     specs = trained_specs(model, lora or LoraConfig())
     name = config.name
@@ -82,7 +90,7 @@ def make_optimizer(
     else:
         direction = _muon(config, specs)
     decays = map_specs(lambda spec: spec.decays, specs)
-    # Adam with decay is called AdamW; the plain name stays plain.
+    # `adam` has no weight decay; `adamw` is Adam with decoupled weight decay.
     weight_decay = 0.0 if name == "adam" else config.weight_decay
     decay = optax.add_decayed_weights(weight_decay, decays) if weight_decay else optax.identity()
     return _in_float32(optax.chain(direction, decay), jnp.dtype(config.moment_dtype), specs)
@@ -109,10 +117,10 @@ def _in_float32(
 
 
 def map_state(function: Callable[[Any, str, ParamSpec | None], Any], opt_state: Any, specs: Any) -> Any:
-    """The optimizer state with `function(leaf, name, spec)` in place of each leaf.
+    """Maps `function(leaf, name, spec)` over the leaves of an optimizer state.
 
-    `name` and `spec` are those of the parameter that a leaf belongs to: its path ends with the parameter's. They are
-    "" and None for counters. A factored moment has another shape than its parameter.
+    `name` and `spec` are those of the parameter that the leaf belongs to, which is the one whose path is a suffix of
+    the leaf's path. For counters they are "" and None. The shape of a factored moment differs from its parameter's.
     """
     by_path = {
         tuple(map(str, path)): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
@@ -136,7 +144,7 @@ def _muon(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
         return optax.contrib.MuonDimensionNumbers(reduction_axis=spec.fan_in, output_axis=tuple(output))
 
     return optax.contrib.muon(
-        learning_rate=-1.0,  # optax negates it, which leaves the direction
+        learning_rate=-1.0,  # optax multiplies by −learning_rate; −1 gives the plain direction
         beta=config.b1,
         adam_b1=config.b1,
         adam_b2=config.b2,
@@ -147,12 +155,12 @@ def _muon(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
 
 
 def _is_matrix_batch(spec: ParamSpec, index: int, axis: str) -> bool:
-    """Dimensions that count matrices: stacked layers, and experts (but the router's experts are its outputs)."""
+    """Returns whether a dimension stacks matrices: layers, and experts, except the router's, which are its outputs."""
     return axis == "layers" or (axis == "experts" and index < min(spec.fan_in))
 
 
 def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array, ""]]:
-    """(gradients scaled to a global norm of at most `limit`, the norm before); a limit of 0 is no clipping."""
+    """Clips gradients to a global norm of at most `limit` (0 is off); returns (gradients, norm before clipping)."""
     norm = optax.tree.norm(gradients)
     if not limit:
         return gradients, norm

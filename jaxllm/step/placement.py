@@ -1,4 +1,4 @@
-"""Where the train state and the gradients of a run lie: ZeRO stage, tensor parallelism, host memory."""
+"""Sharding and memory placement of the train state and the gradients: ZeRO, tensor parallelism, host offload."""
 
 import dataclasses
 from typing import Any
@@ -21,14 +21,19 @@ _KINDS: tuple[Kind, ...] = ("weights", "moments")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Attributes:
-    mesh: of the run.
-    stage: of ZeRO.
-    specs, weights, moments: trees like what is trained; the last two of `Placement`s. Summed gradients lie like
-      moments: stage 1 holds them whole through the backward pass and scatters their sum.
-    shares: the placements of arrays that are split over `data`, whatever the stage.
-    frozen: placements of the weights that are not trained, whole but under stage 3; None where all are.
-    host_moments, host_weights: kept in host memory between updates.
+    """Placement of every array of the train state on the devices of a run.
+
+    Attributes:
+      mesh: Device mesh of the run.
+      stage: ZeRO stage, 0 to 3.
+      specs: Specs of the trained arrays.
+      weights: `Placement`s of the stored weights, a tree like `specs`.
+      moments: `Placement`s of the optimizer moments, a tree like `specs`. Reduced gradients have the same placements:
+        stage 1 keeps gradients unsharded during the backward pass and reduce-scatters their sum.
+      shares: `Placement`s of the trained arrays when sharded over `data`, whatever the stage.
+      frozen: `Placement`s of the frozen weights, sharded over `data` only in stage 3; None if all weights are trained.
+      host_moments: Whether moments are stored in host memory between updates.
+      host_weights: Whether weights are stored in host memory between updates.
     """
 
     mesh: Mesh
@@ -46,7 +51,7 @@ class Layout:
         return dict(self.mesh.shape)
 
     def constrain(self, tree: Any, placements: Any) -> Any:
-        """The arrays of a tree, laid out so."""
+        """Constrains the sharding of the arrays of a tree to the given placements."""
         if self.mesh.size == 1:
             return tree
 
@@ -56,10 +61,11 @@ class Layout:
         return jax.tree.map(one, placements, tree)
 
     def state_shardings(self, state: TrainState, on_device: bool = False) -> TrainState:
-        """A sharding for every array of a state.
+        """Returns the sharding, including the memory kind, of every array of a train state.
 
         Args:
-          on_device: where the arrays are during an update, be they kept in host memory or not.
+          state: The train state; abstract arrays suffice.
+          on_device: Whether to return the shardings during an update, when offloaded arrays are in device memory.
         """
 
         def memory(host: bool) -> str | None:
@@ -69,7 +75,7 @@ class Layout:
             if spec is None or leaf.ndim == 0:
                 return whole
             placement = by_spec[id(spec)]
-            if leaf.shape != placement.shape:  # a factored moment, or the placeholder of one: whole on every device
+            if leaf.shape != placement.shape:  # a factored moment or its placeholder: replicated
                 placement = Placement(leaf.shape, ((),) * leaf.ndim, None)
             return mesh_lib.place(self.mesh, placement, memory(self.host_moments))
 
@@ -90,17 +96,23 @@ class Layout:
         )
 
     def params_on_device(self, state: TrainState) -> Any:
-        """The stored weights, brought from host memory where they are kept there."""
+        """Returns the stored weights, copied to device memory if they are offloaded to the host."""
         if not self.host_weights:
             return state.params
         return jax.device_put(state.params, self.state_shardings(state, on_device=True).params)
 
 
 def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh) -> Layout:
-    """The layout that a configuration asks for.
+    """Builds the layout of a configuration.
+
+    Args:
+      config: Configuration of the run.
+      model: Architecture of the model.
+      policy: Precision policy.
+      mesh: Device mesh of the run.
 
     Raises:
-      UserError: it cannot be had; names the tensor, the axis and the sizes.
+      UserError: The configuration is not supported; the message names the tensor, the axis and the sizes.
     """
     offload, specs, base = config.optimizer.offload, trained_specs(model, config.lora), frozen_specs(model, config.lora)
     placed = {kind: mesh_lib.placements(specs, config.mesh, kind, policy.mixed) for kind in _KINDS}
@@ -111,7 +123,7 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
     )
     validate.check_update(config.optimizer, policy.name, policy.mixed, arrays)
     frozen = None
-    if base is not None:  # nothing of theirs is scattered: stages 1 and 2 are no stages to them
+    if base is not None:  # no gradients or moments: only stage 3 shards frozen weights
         whole = dataclasses.replace(config.mesh, zero=3 if config.mesh.zero == 3 else 0)
         frozen = mesh_lib.placements(base, whole, "weights", mixed=False)
     return Layout(

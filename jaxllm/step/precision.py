@@ -1,4 +1,7 @@
-"""Which dtype stores, which computes, and the loss scale that fp16 needs. Statistics and the loss are float32."""
+"""Precision policies (storage and compute dtypes) and the dynamic loss scale of fp16.
+
+Statistics and the loss are always float32.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,17 +13,19 @@ from jaxtyping import Array, Bool, Float
 from jaxllm.config import PrecisionConfig
 from jaxllm.step.state import LossScale
 
-# A larger scale adds nothing: 2^24 lifts the smallest float16 number above 1.
+# A larger scale has no benefit: times 2^24, the smallest positive float16 value (2^-24) is 1.
 _HIGHEST_SCALE = 2.0**24
 _LOWEST_SCALE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Attributes:
-    name: fp32 | bf16 | fp16 | bf16_pure.
-    compute: dtype of activations, of the weights they are multiplied with, and of their gradients.
-    store: dtype of the weights between steps.
+    """Precision policy: compute and storage dtypes.
+
+    Attributes:
+      name: fp32 | bf16 | fp16 | bf16_pure.
+      compute: Dtype of activations, of the weights they are multiplied with, and of their gradients.
+      store: Dtype of the weights between steps.
     """
 
     name: str
@@ -29,16 +34,16 @@ class Policy:
 
     @property
     def mixed(self) -> bool:
-        """Whether the stored weights are float32 masters of those that compute."""
+        """True if the stored weights are float32 master copies of the compute weights."""
         return self.store != self.compute
 
     @property
     def scaled(self) -> bool:
-        """Whether gradients are those of a scaled loss."""
+        """True if the loss is scaled before differentiation (fp16)."""
         return self.compute == jnp.float16
 
     def cast(self, params: Any) -> Any:
-        """The weights that compute."""
+        """Casts weights to the compute dtype."""
         return jax.tree.map(lambda x: x.astype(self.compute), params)
 
 
@@ -51,9 +56,13 @@ _DTYPES = {
 
 
 def policy_for(name: str, platform: str) -> Policy:
-    """The policy of `config.precision.policy` on a platform ("cpu", "gpu", "tpu").
+    """Returns the policy that `config.precision.policy` names.
 
-    `auto` is fp32 on a CPU, whose bfloat16 products are many times slower, and bf16 elsewhere.
+    `auto` is fp32 on a CPU, where bfloat16 matmuls are many times slower, and bf16 elsewhere.
+
+    Args:
+      name: auto | fp32 | bf16 | fp16 | bf16_pure.
+      platform: cpu | gpu | tpu.
     """
     if name == "auto":
         name = "fp32" if platform == "cpu" else "bf16"
@@ -62,17 +71,22 @@ def policy_for(name: str, platform: str) -> Policy:
 
 
 def initial_scale(config: PrecisionConfig, policy: Policy) -> LossScale | None:
-    """The loss scale before the first step; None where the policy has none."""
+    """Returns the loss scale before the first step, or None if the policy does not scale the loss."""
     if not policy.scaled:
         return None
     return LossScale(jnp.asarray(config.loss_scale, jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def adjust(scale: LossScale, finite: Bool[Array, ""], growth: int) -> LossScale:
-    """The scale of the next step: half after an overflow, twice after `growth` finite steps on end.
+    """Returns the next step's loss scale: halved after an overflow, doubled after `growth` consecutive finite steps.
 
-    Source: Micikevicius et al. 2018, section 3.2. flax's DynamicScale differentiates the loss itself, once a step;
-    here gradients may be those of several micro-batches, on several devices.
+    Source: Micikevicius et al. 2018, section 3.2. flax's DynamicScale is not used because it differentiates the loss
+    itself, once per step; here gradients may come from several micro-batches on several devices.
+
+    Args:
+      scale: Loss scale of this step.
+      finite: Whether the gradients of this step are finite.
+      growth: Number of consecutive finite steps before the scale doubles.
     """
     good = jnp.where(finite, scale.good_steps + 1, 0)
     grown = good >= growth
@@ -84,9 +98,9 @@ def adjust(scale: LossScale, finite: Bool[Array, ""], growth: int) -> LossScale:
 
 
 def loss_factor(scale: LossScale | None, tokens: int) -> Float[Array, ""] | float:
-    """What the sum of token losses is multiplied with before it is differentiated.
+    """Returns the factor on the summed token losses before differentiation; 1 without a loss scale.
 
-    With a loss scale: the scale over the tokens of the step, so that the scale means what it does for a mean loss,
-    and sums of gradients over many tokens stay in range.
+    With a loss scale, the factor is the scale divided by the tokens of the step. The scale then has the same meaning as
+    for a mean loss, and gradients summed over many tokens stay in range.
     """
     return 1.0 if scale is None else scale.scale / tokens

@@ -1,4 +1,4 @@
-"""What a training step needs beside its state and batch, all of it fixed for a run."""
+"""Static specification of a training step: everything except its state and batch, fixed for a run."""
 
 import dataclasses
 
@@ -13,18 +13,21 @@ from jaxllm.step.precision import Policy
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """Attributes:
-    model: its architecture.
-    optimizer, schedule: direction of an update, and its learning rate.
-    policy: dtypes.
-    attention: what computes it.
-    remat: what blocks keep for the backward pass.
-    clip_norm: global gradient norm; 0 is off.
-    accumulate: micro-batches a step.
-    loss_chunk: tokens of a device whose logits exist at one time.
-    attention_chunk: queries of a sequence whose scores exist at one time; 0 is all.
-    adapter_scale: of what low-rank adapters add, alpha / rank; 0 where there are none.
-    scale_growth: finite steps after which the loss scale of fp16 doubles.
+    """Static specification of a training step.
+
+    Attributes:
+      model: Architecture of the model.
+      optimizer: Optimizer that returns the direction of an update.
+      schedule: Learning rate as a function of the step.
+      policy: Precision policy.
+      attention: Attention implementation.
+      remat: Remat policy.
+      clip_norm: Maximum global gradient norm; 0 is off.
+      accumulate: Micro-batches per step.
+      loss_chunk: Number of tokens per device whose logits are materialized at once.
+      attention_chunk: Number of queries per sequence whose scores are materialized at once; 0 means all.
+      adapter_scale: Factor on the output of low-rank adapters, alpha / rank; 0 if there are none.
+      scale_growth: Consecutive finite steps after which the loss scale of fp16 doubles.
     """
 
     model: Architecture

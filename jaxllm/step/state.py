@@ -1,4 +1,4 @@
-"""What a training run owns on its devices."""
+"""Train state: all arrays of a training run that persist on the devices between steps."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ from jaxllm.parallel.mesh import Placement
 
 @struct.dataclass
 class LossScale:
-    """What fp16's gradients are multiplied with, so that small ones are not rounded to 0.
+    """Dynamic loss scale of fp16, which prevents small gradients from being rounded to 0.
 
     Attributes:
-      scale: float32.
-      good_steps: since the last change of the scale, all of them finite.
+      scale: Factor on the loss, float32.
+      good_steps: Consecutive steps with finite gradients since the last change of the scale.
     """
 
     scale: Float[Array, ""]
@@ -29,17 +29,17 @@ class LossScale:
 
 @struct.dataclass
 class TrainState:
-    """Everything that a step changes, and all of what a checkpoint holds of the devices.
+    """Train state: the input and output of a training step, and the device arrays of a checkpoint.
 
     Attributes:
-      step: updates made; a step whose gradients overflowed makes none.
-      params: what is trained, a tree of `adapter_specs.trained_specs`, as `parallel.mesh` stores it: padded where a
-        dimension does not divide.
-      opt_state: optax's.
-      key: root of the run's randomness (raw key data); a step's own key is this folded with its number.
-      loss_scale: of fp16; None under other policies.
-      frozen: the weights that adapters stand beside, in the compute dtype; None where all parameters are trained. No
-        step changes them, and a checkpoint leaves them out (`jaxllm.checkpoints.frozen`).
+      step: Number of updates made; a step whose gradients overflowed does not count.
+      params: Trained arrays, with the structure of `adapter_specs.trained_specs`. They have the storage sharding of
+        `parallel.mesh`, padded if a dimension does not divide evenly.
+      opt_state: State of the optax optimizer.
+      key: Root random key of the run (raw key data); the key of a step is this key folded with the step number.
+      loss_scale: Loss scale of fp16; None under other policies.
+      frozen: Frozen weights under the adapters, in the compute dtype; None if all parameters are trained. No step
+        changes them, and checkpoints do not contain them (`jaxllm.checkpoints.frozen`).
     """
 
     step: Int[Array, ""]
@@ -59,12 +59,17 @@ def create(
     placements: tuple[Any, Any],
     loss_scale: LossScale | None = None,
 ) -> TrainState:
-    """The state before the first step. Pure: `jax.eval_shape` of it is the abstract state.
+    """Creates the state before the first step; `jax.eval_shape` of this pure function is the abstract state.
 
     Args:
-      dtypes: of what is trained, and of what is frozen.
-      placements: two trees of `parallel.mesh.Placement`s, of these: arrays are padded with zeros to their shapes.
-        Initial values do not depend on them. That of what is frozen is None where nothing is.
+      model: Architecture of the model.
+      lora: Adapter configuration.
+      optimizer: Optimizer of `optimizers.make_optimizer`.
+      seed: Seed of the initial values and of the run's root key.
+      dtypes: Dtypes of (trained, frozen) arrays.
+      placements: Trees of `parallel.mesh.Placement`s of (trained, frozen) arrays; the second is None if nothing is
+        frozen. Arrays are padded with zeros to the placements' shapes; initial values do not depend on placements.
+      loss_scale: Initial loss scale; None if there is none.
     """
     trained = initial(trained_specs(model, lora), seed, dtypes[0], placements[0])
     frozen = frozen_specs(model, lora)
@@ -74,7 +79,7 @@ def create(
 
 
 def initial(specs: Any, seed: int, dtype: jax.typing.DTypeLike, placements: Any) -> Any:
-    """Initial values, padded to the shapes of their placements."""
+    """Initializes the arrays of a tree of specs, padded with zeros to the shapes of their placements."""
     return jax.tree.map(_padded, initialize(specs, jax.random.key(seed), dtype), placements)
 
 
@@ -85,7 +90,7 @@ def begin(
     loss_scale: LossScale | None = None,
     frozen: Any = None,
 ) -> TrainState:
-    """The state before the first step, of weights that are there, padded or not."""
+    """Creates the state before the first step from given weights, padded or not."""
     key = jax.random.key_data(jax.random.key(seed))
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key, loss_scale, frozen)
 

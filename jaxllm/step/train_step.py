@@ -1,7 +1,7 @@
-"""One training step, as a pure function. `jaxllm.programs` jits it.
+"""Training step as a pure function; `jaxllm.programs` jits it.
 
-The gradients are taken inside `shard_map` (`jaxllm.step.gradients`), with every collective written down; the update
-(`jaxllm.step.update`) is arithmetic on whole arrays, which the partitioner runs where their shares lie.
+Gradients are computed inside `shard_map` with explicit collectives (`jaxllm.step.gradients`). The update
+(`jaxllm.step.update`) operates on global arrays, and XLA's partitioner runs it on each device's shards.
 """
 
 import jax
@@ -20,15 +20,23 @@ from jaxllm.step.state import TrainState
 def train_step(
     state: TrainState, batch: Batch, step_spec: StepSpec, layout: Layout
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update. Returns the new state and float32 scalars: loss (nats a token), grad_norm, lr, tokens, balance.
+    """Makes one optimizer update.
 
-    With a loss scale also loss_scale, and skipped: 1 where gradients overflowed, which leaves parameters, moments and
-    the count of updates as they were.
+    Args:
+      state: State before the step.
+      batch: Global batch of the step.
+      step_spec: Specification of the training step.
+      layout: Sharding of state and gradients.
+
+    Returns:
+      (new state, metrics). Metrics are float32 scalars: loss (nats per token), grad_norm (before clipping), lr, tokens,
+      and for MoE models aux_loss (weighted load-balancing loss). With a loss scale, there are also loss_scale and
+      skipped, which is 1 if gradients overflowed; parameters, moments and step are then unchanged.
     """
     scale = state.loss_scale
     factor = loss_factor(scale, batch["tokens"].size)
     total, gradients = accumulate(layout.params_on_device(state), batch, step_spec, layout, factor, state.frozen)
-    # Mean over the step's tokens; a step without tokens changes nothing.
+    # Mean over the tokens of the step; the maximum prevents 0 / 0 in a step without tokens.
     tokens = jnp.maximum(total["tokens"], 1.0)
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (tokens * factor), gradients)
     gradients, grad_norm = clip_by_global_norm(gradients, step_spec.clip_norm)

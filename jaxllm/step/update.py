@@ -1,7 +1,7 @@
-"""Parameters and moments after a step: all at once where they lie on the devices, else array by array.
+"""Optimizer update of parameters and moments: all arrays at once, or streamed one by one if they are offloaded.
 
-What is kept in host memory (ZeRO-Offload, Ren et al. 2021) is brought to the device for its update and taken back
-before the next array comes, so that the device never holds more than a few of them.
+An array offloaded to host memory (ZeRO-Offload, Ren et al. 2021) is copied to the device for its update and back to the
+host before the next array is copied, so only a few such arrays are in device memory at a time.
 """
 
 from typing import Any
@@ -24,11 +24,15 @@ def apply(
     step_spec: StepSpec,
     layout: Layout,
 ) -> tuple[Any, Any]:
-    """(parameters, optimizer state) after params ← params − lr · direction.
+    """Applies params ← params − lr · direction; returns (parameters, optimizer state).
 
     Args:
-      gradients: float32, placed as `layout.moments`.
-      finite: where it is False, everything stays bitwise what it was; None is no such check.
+      state: State before the update.
+      gradients: Float32 gradients with the placements `layout.moments`.
+      lr: Learning rate.
+      finite: If False, parameters and optimizer state stay bitwise unchanged; None skips this check.
+      step_spec: Specification of the training step.
+      layout: Sharding of state and gradients.
     """
     if not layout.host_moments:
         weights = layout.constrain(state.params, layout.moments)
@@ -52,14 +56,14 @@ def _streamed(
     homes = layout.state_shardings(state)
     on_device = layout.state_shardings(state, on_device=True)
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
-    # The counters are the device's, and each call of the optimizer advances its own copy of them alike.
+    # Counters stay on the device. Each call of the optimizer advances its own copy by the same amount.
     done_params: dict[str, Array] = {}
     done_moments: dict[tuple[str, int], Array] = {}
     counters: Any = None
     last: Any = lr
     for name in names:
         params, moments = _only(state.params, name), _only_moments(state.opt_state, name, layout)
-        # Not before the array before it is back in its place.
+        # Start this transfer only after the previous array is back in host memory.
         (params, moments), last = jax.lax.optimization_barrier(((params, moments), last))
         params = jax.device_put(params, _only(on_device.params, name))
         moments = jax.device_put(moments, _only_moments(on_device.opt_state, name, layout))
@@ -83,17 +87,17 @@ def _name(path: Any) -> str:
 
 
 def _only(tree: Any, name: str) -> Any:
-    """A tree of the parameters' shape with one array left in it."""
+    """Returns a tree with the structure of the parameters in which every array except one is None."""
     return jax.tree_util.tree_map_with_path(lambda path, x: x if _name(path) == name else None, tree)
 
 
 def _only_moments(opt_state: Any, name: str, layout: Layout) -> Any:
-    """An optimizer state with the counters, and the moments of one parameter."""
+    """Returns the optimizer state with only the counters and the moments of one parameter; the rest is None."""
     return map_state(lambda x, owner, spec: x if spec is None or owner == name else None, opt_state, layout.specs)
 
 
 def _owned(opt_state: Any, layout: Layout) -> list[tuple[Array, str]]:
-    """Each array of an optimizer state with the name of its parameter ("" for counters), in order."""
+    """Lists the arrays of an optimizer state with the names of their parameters ("" for counters), in tree order."""
     found: list[tuple[Array, str]] = []
     map_state(lambda x, owner, _: found.append((x, owner)), opt_state, layout.specs)
     return found

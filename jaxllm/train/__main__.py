@@ -1,11 +1,11 @@
 """Trains a model: python -m jaxllm.train --config configs/quickstart.py [--workdir DIR] [--config.a.b=value …]
 
-Prints the ledger before it starts, trains, and leaves checkpoints, metrics.jsonl and ledger.json in the
-workdir. The same command in the same workdir goes on where the run stands.
+Prints the ledger before it starts, then trains, and writes checkpoints, metrics.jsonl and ledger.json to the
+workdir. The same command with the same workdir resumes the run.
 
-On several machines, one such command runs on each (or one for each of their devices), with the workdir on a disk
-that all share: under SLURM, Kubernetes or a TPU pod with --distributed, elsewhere with --coordinator HOST:PORT
---processes N --process I. See experiments/cluster/.
+On several machines, run the command once per machine (or once per device), with the workdir on a shared disk: under
+SLURM, Kubernetes or a TPU pod with --distributed, elsewhere with --coordinator HOST:PORT --processes N --process I.
+See experiments/cluster/.
 """
 
 import io
@@ -35,7 +35,7 @@ def main() -> int:
     config = commandline.load_config()
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(commandline.config_file()).stem}")
     job = distributed.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, _DISTRIBUTED.value)
-    # One process speaks; of the others, errors alone are heard.
+    # Only process 0 prints; the other processes print errors alone.
     console = Console(soft_wrap=False) if job.leads else Console(file=io.StringIO(), width=100)
     watch = Watchdog(job)
     try:
@@ -50,7 +50,10 @@ def main() -> int:
 
 
 def _end(job: Job, watch: Watchdog, error: BaseException) -> None:
-    """Ends this process and the job. At once, past Python's own end: threads may wait for those who are gone."""
+    """Reports an error, then ends this process and the job.
+
+    Uses os._exit, because Python's shutdown may wait for threads that wait for dead processes.
+    """
     line = " ".join(str(error).split())[:500] or type(error).__name__
     watch.failed(error, line if isinstance(error, (UserError, RunError)) else f"{type(error).__name__}: {line}")
     if isinstance(error, (UserError, RunError)):

@@ -1,4 +1,4 @@
-"""Which rows of a batch each process needs, and putting them on its devices."""
+"""Assigns rows of a global batch to processes and places them on their devices."""
 
 import math
 from typing import Any
@@ -13,7 +13,14 @@ from jaxllm.errors import UserError
 
 
 def rows_of_processes(sharding: NamedSharding, batch_size: int) -> dict[int, frozenset[int]]:
-    """Process -> the rows that its devices hold; processes that only `tensor` tells apart hold the same ones."""
+    """Returns {process: rows of the global batch stored on its devices}.
+
+    Processes that differ only along the `tensor` axis have the same rows.
+
+    Args:
+      sharding: sharding of the global batch [batch_size, T].
+      batch_size: rows of the global batch.
+    """
     held: dict[int, set[int]] = {}
     indices: dict[Any, Any] = dict(sharding.devices_indices_map((batch_size, 1)))
     for device, (rows, _) in indices.items():
@@ -22,14 +29,14 @@ def rows_of_processes(sharding: NamedSharding, batch_size: int) -> dict[int, fro
 
 
 def streams_of_processes(rows: dict[int, frozenset[int]], batch_size: int, streams: int) -> dict[int, list[int]]:
-    """Process -> the streams that fill its rows.
+    """Returns {process: streams that fill its rows}.
 
     Args:
-      rows: of `rows_of_processes`.
-      batch_size: rows in all.
-      streams: config.data.streams; divides the batch.
+      rows: the result of `rows_of_processes`.
+      batch_size: rows of the global batch.
+      streams: config.data.streams; must divide the batch.
     Raises:
-      UserError: a stream fills rows of several processes, which would each have to read all of it.
+      UserError: a stream fills rows of several processes, so that each of them would have to read the whole stream.
     """
     share = batch_size // streams
     found: dict[int, list[int]] = {}
@@ -37,7 +44,7 @@ def streams_of_processes(rows: dict[int, frozenset[int]], batch_size: int, strea
         found[process] = sorted({row // share for row in needed})
         if len(found[process]) * share != len(needed):
             parts = len(set(rows.values()))
-            # Rows of a process need not lie together; one stream a row always serves.
+            # The rows of a process may not be contiguous; one stream per row always works.
             fits = [n for n in range(parts, batch_size + 1, parts) if batch_size % n == 0 and n % streams == 0]
             better = fits[0] if fits else math.lcm(parts, batch_size)
             raise UserError(
@@ -49,17 +56,20 @@ def streams_of_processes(rows: dict[int, frozenset[int]], batch_size: int, strea
 
 
 def owned_streams(streams: dict[int, list[int]], process: int) -> list[int]:
-    """The streams whose place this process saves: where several read one, the first of them does."""
+    """Returns the streams whose position `process` saves: those of which it is the lowest-numbered reader."""
     return [s for s in streams[process] if process == min(p for p, theirs in streams.items() if s in theirs)]
 
 
 def place(batch: Batch, rows: np.ndarray, sharding: NamedSharding, batch_size: int) -> dict[str, jax.Array]:
-    """The global batch, of which this process gives the rows it has.
+    """Builds the global batch as sharded arrays from the rows that this process has read.
 
     Args:
-      batch: fields [rows here, T].
-      rows: of the global batch, in the order of `batch`; at least those that the devices of this process hold.
-      sharding: of the global batch [batch_size, T].
+      batch: fields of shape [local rows, T].
+      rows: index in the global batch of each row of `batch`; must include all rows on this process's devices.
+      sharding: sharding of the global batch [batch_size, T].
+      batch_size: rows of the global batch.
+    Returns:
+      The fields of BATCH_FIELDS, each [batch_size, T].
     """
     where = np.full(batch_size, -1)
     where[rows] = np.arange(len(rows))

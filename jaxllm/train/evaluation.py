@@ -1,4 +1,4 @@
-"""Loss on the held-out documents."""
+"""Evaluation loss and bits per byte on the held-out documents."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,10 +8,12 @@ import numpy as np
 
 
 class Evaluation(NamedTuple):
-    """Attributes:
-    loss: nats a token.
-    bits_per_byte: of the text behind the tokens; None where that is not known (a tokens source).
-    tokens: trained targets evaluated.
+    """Result of an evaluation.
+
+    Attributes:
+      loss: nats per token.
+      bits_per_byte: bits per byte of the original text; None if its length is unknown (a tokens source).
+      tokens: number of targets with nonzero weight.
     """
 
     loss: float
@@ -26,12 +28,16 @@ def evaluate(
     place: Callable[[dict[str, np.ndarray]], dict[str, Any]],
     byte_lengths: np.ndarray | None,
 ) -> Evaluation:
-    """Sums over batches of unequal fill, so that every token weighs the same.
+    """Computes the mean loss per token over all batches.
+
+    Sums are divided once at the end, so that every token has the same weight although batches differ in padding.
 
     Args:
-      eval_step: (weights, batch) -> {"nll", "tokens"} sums.
+      eval_step: (weights, batch) -> {"nll", "tokens"}, sums over the batch; nll in nats.
+      weights: first argument of `eval_step`.
+      batches: host batches.
       place: puts a host batch on the devices.
-      byte_lengths: [V] bytes of text that each token stands for.
+      byte_lengths: [V] bytes of text per token id; None skips bits per byte.
     """
     nll = tokens = text_bytes = 0.0
     for batch in batches:

@@ -1,9 +1,9 @@
-"""The record of a run: `metrics.jsonl` always, TensorBoard where it is asked for.
+"""Metrics log of a run: always `metrics.jsonl`, and TensorBoard event files if enabled.
 
-One JSON object a line, told apart by "kind": `step` (loss in nats a token, grad_norm, lr, tokens trained on,
-padding tokens of the batch, seconds; with a loss scale also loss_scale, and skipped: 1 where gradients overflowed and
-no update was made), `eval`, and `event` (start, resume, save, stop, not finite). A step is a batch trained on; of a
-job of many processes, process 0 keeps the one record.
+Each line is one JSON object. Its "kind" is `step` (loss in nats per token, grad_norm, lr, tokens trained on, padding
+tokens of the batch, seconds; with a loss scale also loss_scale, and skipped: 1 if gradients overflowed and no update
+was made), `eval`, or `event` (start, resume, save, stop, not finite). A step is one batch trained on. In a job of many
+processes, only process 0 writes.
 """
 
 import json
@@ -16,14 +16,14 @@ from jaxllm.errors import UserError
 
 
 class MetricsWriter:
-    """Appends to a workdir's record; each line is flushed, so a killed run loses none that it wrote.
+    """Writer that appends to a run's `metrics.jsonl`; flushes each line, so that a killed run loses none.
 
     Args:
-      workdir: of the run; None records nothing, as in the processes beside the first.
-      first_step: steps already done; what a killed run recorded after them is removed, as it will be done again.
+      workdir: directory of the run; None disables the writer (all processes but process 0).
+      first_step: steps already done; records of later steps, from a killed run, are removed because they run again.
       tensorboard: also write event files to `workdir/tensorboard`.
     Raises:
-      UserError: tensorboard without its extra.
+      UserError: `tensorboard` is set and tensorboardX is not installed.
     """
 
     def __init__(self, workdir: pathlib.Path | None, first_step: int, tensorboard: bool):
@@ -46,7 +46,7 @@ class MetricsWriter:
             )
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Records `values` after `step` steps."""
+        """Appends one record of `values`, taken after `step` steps."""
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -69,7 +69,7 @@ class MetricsWriter:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; a line that a killed run left half-written is passed over."""
+    """Returns the records of a `metrics.jsonl`; skips incomplete lines, as a killed run may leave."""
     records = []
     for line in path.read_text().splitlines():
         try:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, one line now and then elsewhere."""
+"""Progress display of a training run: a live bar on a terminal, periodic lines otherwise."""
 
 import math
 
@@ -7,15 +7,15 @@ from rich.console import Console
 
 
 class Display:
-    """The progress of a run.
+    """Progress display: step, loss, tokens per second, FLOP/s, percentage of peak and time left.
 
     Args:
       console: where to print.
-      first_step, steps: updates made, and in all.
-      tokens_per_step: real tokens, to begin with; each update tells its own.
-      flops_per_token: model FLOPs of a trained token (`ledger.compute`), recomputation not counted.
-      peak_flops: of the devices, FLOP/s; None where it is not known.
-      every: steps between lines where the terminal is not live.
+      first_step: steps already done.
+      steps: total steps of the run.
+      flops_per_token: model FLOPs per trained token, without recomputation.
+      peak_flops: total peak FLOP/s of the devices; None if unknown.
+      every: steps between lines if the console is not a terminal.
     """
 
     def __init__(
@@ -46,8 +46,15 @@ class Display:
         self._bar.stop()
 
     def update(self, step: int, loss: float, tokens: float, seconds: float) -> None:
-        """After an update: its loss (nats), real tokens, and seconds."""
-        # A decaying mean over about twenty steps: steady enough to read, quick enough to trust.
+        """Shows a finished step.
+
+        Args:
+          step: steps done.
+          loss: in nats per token.
+          tokens: tokens of the step, without padding.
+          seconds: duration of the step.
+        """
+        # Exponential moving average over about 20 steps: stable enough to read, and follows changes quickly.
         decay = 0.95 if self._mean_seconds else 0.0
         self._mean_seconds = decay * self._mean_seconds + (1 - decay) * seconds
         self._mean_tokens = decay * self._mean_tokens + (1 - decay) * tokens

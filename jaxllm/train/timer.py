@@ -1,13 +1,16 @@
-"""Where a run's time goes: every second belongs to exactly one name, so the parts add up to the wall clock."""
+"""Wall-clock time of a run by phase; every second belongs to exactly one phase, so the phases sum to the total."""
 
 import time
 
 
 class PhaseTimer:
-    """Laps of one stopwatch that never stops.
+    """Running stopwatch whose laps are summed by phase name.
 
-    Work that JAX has been handed is not done when its call returns, so a lap ends where the host waits for a
-    result (`float(metric)`), not where it asked for one.
+    JAX dispatches asynchronously, so end a lap where the host waits for a result (`float(metric)`), not where the
+    computation was dispatched.
+
+    Attributes:
+      seconds: total seconds per name.
     """
 
     def __init__(self) -> None:
@@ -15,7 +18,7 @@ class PhaseTimer:
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> float:
-        """Gives the seconds since the last lap to `name`, and returns them."""
+        """Adds the seconds since the previous lap to `name`, and returns them."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -23,5 +26,5 @@ class PhaseTimer:
 
     @property
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the timer was created."""
         return time.perf_counter() - self._start

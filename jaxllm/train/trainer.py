@@ -1,4 +1,4 @@
-"""The training loop: data in, steps run, and everything that happens between steps."""
+"""Training loop: runs steps and, between them, evaluation, checkpoints, metrics, profiling and stop signals."""
 
 import contextlib
 import functools
@@ -35,16 +35,16 @@ from jaxllm.train.timer import PhaseTimer
 
 
 class Trainer:
-    """One run in one workdir, from wherever it stands to its last step.
+    """One training run in one workdir, started or resumed, up to its last step.
 
     Args:
-      config: of the run.
-      workdir: made where it is missing; holds config.json, checkpoints/, metrics.jsonl and ledger.json.
-      console: for everything a person reads.
-      job: the processes that train together, each with a Trainer like this one; process 0 writes the workdir.
-      watch: of this process over the others.
+      config: configuration of the run.
+      workdir: created if missing; contains config.json, checkpoints/, metrics.jsonl and ledger.json.
+      console: receives all user-facing output.
+      job: the processes that train together, each with its own Trainer; process 0 writes the workdir.
+      watch: watchdog of this process over the others.
     Raises:
-      UserError: the configuration, the data or the workdir cannot be used; nothing has been changed.
+      UserError: the configuration, the data or the workdir is not usable; nothing has been changed.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Trainer:
         self._held_out = pipeline.validation_batches(
             config.data, config.train.batch_size, config.eval.batches, vocab_size=vocab_size, split=split, text=text
         )
-        # Of answers, the tokens that end them count too, and are no text.
+        # In chat data the end tokens of answers are targets too, and have no bytes of text.
         of_text = text is not None and config.data.source not in ("tokens", "chat")
         self._byte_lengths = text.tokenizer.byte_lengths() if text is not None and of_text else None
         self._tracing = False
         self._doing = "at start-up"  # for messages
 
     def run(self) -> int:
-        """Trains to the last step. Returns the exit status: 0, or 128 + the signal that asked to stop."""
+        """Trains to the last step and returns the exit status: 0, or 128 + the signal that stopped the run."""
         with contextlib.ExitStack() as stack:
             if self._job.leads:
                 self._workdir.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class Trainer:
                 return self._run(checkpoints)
 
     def _explain_oom(self, error: BaseException, checkpoints: Checkpointer) -> str:
-        if self._job.is_alone:  # the newest may still be on its way, and was good
+        if self._job.is_alone:  # a checkpoint of a good step may still be in the background
             checkpoints.wait()
         return self._bill.oom_message(self._doing, error, checkpoints.last_good)
 
@@ -161,11 +161,15 @@ class Trainer:
         )
 
         def settle(step: int, values: dict[str, Any], documents: np.ndarray) -> None:
-            """Waits for a step's metrics, records them, and stops the run where they are not finite."""
-            self._doing = f"in step {step:,}"  # asynchronous: what fails there is told here
+            """Waits for the metrics of a step and records them.
+
+            Raises:
+              RunError: the loss or the gradient norm is not finite, and a loss scale does not explain it.
+            """
+            self._doing = f"in step {step:,}"  # dispatch is asynchronous: an error of that step is raised here
             numbers = {name: float(value) for name, value in values.items()}
             seconds = clock.lap("steps")
-            # Of this process's rows; of the batch where they are all of it.
+            # Extrapolated from the rows of this process; exact if it has the whole batch.
             padding = float(np.mean(documents < 0)) * config.train.batch_size * config.data.sequence_length
             metrics.write("step", step, **numbers, padding=padding, seconds=seconds)
             read = config.train.batch_size * config.data.sequence_length - padding
@@ -173,7 +177,7 @@ class Trainer:
             for name in ("loss", "grad_norm"):
                 if not (math.isfinite(numbers[name]) or _is_overflow(numbers, name)):
                     metrics.write("event", step, event="not finite", field=name)
-                    checkpoints.wait()  # the newest may still be on its way, and was good
+                    checkpoints.wait()  # a checkpoint of a good step may still be in the background
                     raise RunError(
                         f"{name} is {numbers[name]} at step {step}; its batch held documents "
                         f"{_listed(self._data.document_names(documents))}; {checkpoints.last_good}"
@@ -184,19 +188,19 @@ class Trainer:
             stack.callback(self._end_trace)
             display.start()
             waiting: tuple[int, dict[str, Any], np.ndarray] | None = None
-            wrong = ""  # the ledger, where that has to end the run
+            wrong = ""  # error of the ledger check, if it ends the run
             for step in range(first + 1, last + 1):
                 self._trace(step, first)
                 self._doing = f"in step {step:,}"
                 batch = next(self._data)
                 stop.begin(step)
                 state, values = train_step(state, self._place(batch, self._data.rows))
-                if waiting:  # one step behind, so that the device never waits for the host
+                if waiting:  # one step behind the dispatch, so that the device never waits for the host
                     settle(*waiting)
                 waiting = (step, values, batch["documents"])
                 checkpoints.poll()
 
-                stopping = stop.after(step)  # asked once: a signal may come at any line below
+                stopping = stop.after(step)  # read once: a signal may arrive at any line below
                 evaluating = step == last or _due(step, config.eval.every)
                 saving = step == last or _due(step, config.checkpoint.every) or stopping > 0
                 if not (evaluating or saving or step == first + 2):
@@ -206,7 +210,7 @@ class Trainer:
                 if step == first + 2:
                     reconcile = functools.partial(self._bill.reconcile, self._workdir, train_step, state)
                     wrong = self._job.decide("ledger", reconcile)
-                    del reconcile  # it holds the state
+                    del reconcile  # it references the state
                     clock.lap("ledger")
                 if saving or wrong:
                     checkpoints.save(step, state, self._data.get_state(), self._owned)
@@ -235,7 +239,7 @@ class Trainer:
         return batch_rows.place(batch, rows, self._batches, self._config.train.batch_size)
 
     def _evaluate(self, step: int, eval_step: Callable[..., Any], weights: Any, metrics: MetricsWriter) -> Evaluation:
-        every_row = np.arange(self._config.train.batch_size)  # each process reads all of these few batches
+        every_row = np.arange(self._config.train.batch_size)  # every process reads all rows of these few batches
         result = evaluate(
             eval_step, weights, self._held_out, lambda batch: self._place(batch, every_row), self._byte_lengths
         )
@@ -246,7 +250,7 @@ class Trainer:
         return result
 
     def _trace(self, step: int, first: int) -> None:
-        """Starts and stops the profiler's trace around the steps that the configuration names."""
+        """Starts and stops the profiler trace around the configured steps."""
         log = self._config.log
         begin = max(log.profile_start, first + 1)
         if log.profile_steps and step == begin and self._job.leads:
@@ -257,7 +261,7 @@ class Trainer:
             self._end_trace()
 
     def _end_trace(self) -> None:
-        """Writes the trace, also where the run ends before the last step that was to be in it."""
+        """Stops and writes the profiler trace, if one is running; also called when the run ends early."""
         if self._tracing:
             jax.profiler.stop_trace()
             self._tracing = False
@@ -281,7 +285,10 @@ class Trainer:
 
 
 def _is_overflow(numbers: dict[str, float], name: str) -> bool:
-    """Whether a number is not finite because a loss scale was too high, which the next step's is not."""
+    """Returns True if fp16 overflow explains a non-finite metric: the step was skipped and the loss scale drops.
+
+    A non-finite loss at a scale of 1 is not explained by it.
+    """
     return numbers.get("skipped", 0.0) > 0 and (numbers["loss_scale"] > 1 or name != "loss")
 
 

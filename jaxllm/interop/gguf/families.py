@@ -1,6 +1,6 @@
-"""The families of models that GGUF files hold, and what llama.cpp takes for granted about each.
+"""Supported GGUF model families, and the properties that llama.cpp implies for each.
 
-Sources: llama.cpp's src/models (one file a family) and its converters.
+Sources: llama.cpp's src/models (one file per family) and its converters.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from jaxllm.interop.gguf.tensors import Layout
 _RMS = {"mlp": "swiglu", "norm": "rmsnorm", "norm_placement": "pre", "positions": "rotary"}
 _OLMO = {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection"}
 _GEMMA = _RMS | {"mlp": "geglu", "norm": "rmsnorm_plus_one", "norm_placement": "sandwich"}
-# `general.architecture` -> the fields that all of its models share.
+# `general.architecture` -> fields of `Architecture` common to all of its models.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _RMS | {"qk_norm": False},
     "qwen2": _RMS | {"qk_norm": False},
@@ -23,21 +23,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": _RMS | {"qk_norm": False},
     "gpt2": {"mlp": "gelu", "norm": "layernorm", "norm_placement": "pre", "positions": "learned", "qk_norm": False},
 }
-# Their queries and keys have the two numbers of a rotary pair side by side.
+# Families whose query and key rows have the two elements of a rotary pair adjacent.
 _PERMUTED = ("llama", "smollm3")
-# Gemma's 27B models, which their files do not tell from the others but by the layers: attention is scaled by width.
+# Family -> layers of Gemma's 27B models, which scale queries by width. Files identify them only by the layer count.
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-# Not in a file, and of no weight in what its model computes: how new weights would be drawn, and a loss of training.
+# Not stored, as they do not affect inference: the initializer scale and the weight of an auxiliary training loss.
 INIT_STD = 0.02
 NOT_STORED = ("init_std", "router_aux_weight", "unroll")
 
 
 def layout(family: str) -> Layout:
-    """How llama.cpp expects a family's tensors."""
+    """Returns the tensor layout that llama.cpp expects for a family."""
     return Layout(family in _PERMUTED, fused_qkv=family in ("gpt2", "phi3"), fused_gate=family == "phi3")
 
 
 def epsilon_key(family: str) -> str:
-    """The key of what a norm adds to the mean square."""
+    """Returns the key of the epsilon of a family's norms."""
     kind = "layer_norm_epsilon" if FAMILIES[family]["norm"] == "layernorm" else "layer_norm_rms_epsilon"
     return f"attention.{kind}"

@@ -1,7 +1,7 @@
-"""A GGUF file as named values and named tensors; a model split over several files too.
+"""Reader of GGUF models, in one or several files: metadata by key and tensors by name.
 
-A quantised tensor is dequantised, by the `gguf` package, when it is read: there is never more than one in memory beside
-what is made of it.
+A quantized tensor is dequantized by the `gguf` package when it is read. At most one is in memory besides the array
+built from it.
 """
 
 import math
@@ -18,13 +18,13 @@ from gguf.quants import dequantize
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf.header import Extent, Header, read_header
 
-# Types whose bytes are the numbers: read as they are.
+# Unquantized types, read as views.
 _PLAIN = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-# Blocks of a row with scales of their own.
+# Block-quantized types, with scales per block of a row.
 _BLOCKS = (
     GGMLQuantizationType.Q4_0,
     GGMLQuantizationType.Q4_1,
@@ -37,15 +37,18 @@ _BLOCKS = (
     GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
 )
-_AT_A_TIME = 1 << 18  # numbers that are dequantised together
+_AT_A_TIME = 1 << 18  # elements dequantized at a time
 T = TypeVar("T")
 
 
 class Metadata:
-    """The named values of a file, with an account of those that were asked for.
+    """Metadata of a file, with a record of which keys have been read.
 
+    Args:
+      values: values by key.
+      where: name of the file, for messages.
     Attributes:
-      where: the file, for messages.
+      where: name of the file, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
@@ -54,10 +57,10 @@ class Metadata:
         self.where = where
 
     def need(self, key: str, kind: type[T]) -> T:
-        """A value that must be there.
+        """Returns the value of a required key.
 
         Raises:
-          UserError: it is not, or of another kind.
+          UserError: the key is missing, or its value is of another type.
         """
         value = self.get(key, kind)
         if value is None:
@@ -65,10 +68,10 @@ class Metadata:
         return value
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """A value; None where the file does not have it.
+        """Returns the value of a key; None if the key is missing.
 
         Raises:
-          UserError: it is of another kind.
+          UserError: the value is of another type; an int is accepted for a float.
         """
         self._asked.add(key)
         value: Any = self._values.get(key)
@@ -80,21 +83,26 @@ class Metadata:
         return cast(T | None, value)
 
     def raw(self, key: str) -> Any:
-        """A value of any kind; None where the file does not have it."""
+        """Returns the value of a key, of any type; None if the key is missing."""
         self._asked.add(key)
         return self._values.get(key)
 
     def unasked(self, prefix: str) -> list[str]:
-        """Keys under a prefix that nothing has asked for, sorted."""
+        """Lists the keys with a prefix that have not been read, sorted."""
         return sorted(key for key in self._values if key.startswith(prefix) and key not in self._asked)
 
 
 class TensorFile:
-    """The tensors of a model by name, read one at a time.
+    """Tensors of a model, read one at a time by name.
 
+    Args:
+      headers: headers of the model's files.
+      where: name of the (first) file, for messages.
     Attributes:
-      shapes: of each tensor, rows first.
-      metadata: the named values of the (first) file.
+      shapes: shape of each tensor, rows first.
+      metadata: metadata of the (first) file.
+    Raises:
+      UserError: a tensor is in two files, or its type is not supported.
     """
 
     def __init__(self, headers: Sequence[Header], where: str):
@@ -111,7 +119,7 @@ class TensorFile:
         self.metadata = Metadata(headers[0].values, where)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor: a view of the file where its bytes are the numbers, else float32."""
+        """Returns a tensor: a view of the file if it is unquantized, else dequantized to float32."""
         header, extent = self._tensors[name]
         data = np.frombuffer(header.data, np.uint8, extent.nbytes, extent.start)
         if extent.kind in _PLAIN:
@@ -119,20 +127,20 @@ class TensorFile:
         rows, columns = data.reshape(-1, extent.nbytes * extent.shape[-1] // math.prod(extent.shape)), extent.shape[-1]
         made = np.empty((len(rows), columns), np.float32)
         step = max(1, _AT_A_TIME // columns)
-        for i in range(0, len(rows), step):  # the library makes several arrays of what it is given
+        for i in range(0, len(rows), step):  # bounds memory: the library makes several copies of its input
             made[i : i + step] = dequantize(rows[i : i + step], extent.kind)
         return made.reshape(extent.shape)
 
     def kind(self, name: str) -> str:
-        """How a tensor is stored: "F16", "Q4_K" …"""
+        """Returns the storage type of a tensor: "F16", "Q4_K", …"""
         return self._tensors[name][1].kind.name
 
 
 def open_tensors(path: str | pathlib.Path) -> TensorFile:
-    """Opens a model's file, or the first of several ("…-00001-of-00003.gguf"), without reading its tensors.
+    """Opens the file of a model, or the first of several ("…-00001-of-00003.gguf"), without reading its tensors.
 
     Raises:
-      UserError: not a whole GGUF file, one of the set is missing, or there are types that are not read.
+      UserError: a file is not GGUF, truncated or missing, or a tensor type is not supported.
     """
     path = pathlib.Path(path)
     headers = [read_header(path)]

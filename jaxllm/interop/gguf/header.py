@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its named values, and where its tensors lie.
+"""Parser of the GGUF header: metadata and tensor locations.
 
 Source: the GGUF specification in the ggml project (docs/gguf.md), versions 2 and 3, little-endian. The reader of the
-`gguf` package makes several NumPy arrays of every token and merge, which takes it most of a minute on a vocabulary of
+`gguf` package creates several NumPy arrays for every token and merge and takes most of a minute on a vocabulary of
 Llama 3's size; this one takes a second.
 """
 
@@ -30,17 +30,18 @@ _SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
-_MOST_DIMENSIONS = 4  # of a ggml tensor
+_MOST_DIMENSIONS = 4  # limit of ggml tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies in its file.
+    """Type, shape and location of a tensor in its file.
 
     Attributes:
-      shape: rows first, as NumPy has it; the file has it the other way round.
-      start: of its bytes in the file.
-      nbytes: of them.
+      kind: storage type.
+      shape: rows first, as in NumPy; the file has the reverse order.
+      start: offset of the first byte in the file.
+      nbytes: size in bytes.
     """
 
     kind: GGMLQuantizationType
@@ -51,12 +52,12 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What stands before the numbers.
+    """Parsed header of a GGUF file.
 
     Attributes:
-      values: by key. A float32 is the shortest decimal that rounds to it: 1e-05, as its writer meant it.
-      tensors: by name.
-      data: the bytes of the whole file, mapped.
+      values: metadata by key. A float32 is returned as the shortest decimal that rounds to it, e.g. 1e-05.
+      tensors: tensor locations by name.
+      data: memory map of the whole file.
     """
 
     values: dict[str, Any]
@@ -65,10 +66,11 @@ class Header:
 
 
 def read_header(path: pathlib.Path) -> Header:
-    """The header of a file whose tensors all lie within it.
+    """Reads the header of a file and checks that all tensors are within the file.
 
     Raises:
-      UserError: not a GGUF file, of another version or byte order, cut short, or with a tensor of an unknown type.
+      UserError: the file is missing, not GGUF, of another version or byte order, truncated, or has a tensor of an
+        unknown type.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -123,7 +125,7 @@ def _extent(cursor: "_Cursor") -> tuple[int, tuple[int, ...], int]:
 
 
 class _Cursor:
-    """Reads one thing after the other; a read past the end raises `struct.error` or ValueError."""
+    """Sequential reader of the header; a read past the end raises `struct.error` or ValueError."""
 
     def __init__(self, data: mmap.mmap, at: int):
         self._data = data

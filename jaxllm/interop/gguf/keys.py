@@ -1,4 +1,4 @@
-"""An `Architecture` as the named values of a GGUF file; the way back of `metadata`, and checked by it."""
+"""Converts an `Architecture` to the metadata keys of a GGUF file; the inverse of `metadata`, which checks it."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ from jaxllm.interop.gguf.file import Metadata
 
 
 def choose(model: Architecture) -> str:
-    """The family that a model is written as: that of its kin, if llama.cpp computes what we do.
+    """Chooses the GGUF family for a model, such that llama.cpp computes the same function.
 
     Raises:
-      UserError: there is none; names what no family has.
+      UserError: the family cannot represent the model; the message names the field.
     """
     if model.positions == "learned":
         family = "gpt2"
@@ -37,7 +37,11 @@ def choose(model: Architecture) -> str:
 
 
 def _check(model: Architecture, family: str) -> None:
-    """Reads back what would be written: what is not the same is what the format has no word for."""
+    """Reads back the keys that would be written and checks that the architecture is the same.
+
+    Raises:
+      UserError: a field differs, so the format cannot represent it.
+    """
     needs: dict[str, Any] = {"gpt2": {"qkv_bias": True, "out_bias": True, "mlp_bias": True}}.get(family, {})
     if family not in ("llama", "gpt2"):
         needs = {"out_bias": False, "mlp_bias": False, "qkv_bias": family == "qwen2"}
@@ -82,7 +86,7 @@ def _told_by_tensors(model: Architecture) -> list[str]:
 
 
 def _equivalent(model: Architecture, again: Architecture, name: str) -> bool:
-    """Fields that say the same in two ways."""
+    """Returns True if a field differs between two models but has the same effect."""
     if name == "query_scale":
         return math.isclose(model.attention_scale, again.attention_scale, rel_tol=1e-12)
     if name in ("pattern", "window"):
@@ -92,7 +96,7 @@ def _equivalent(model: Architecture, again: Architecture, name: str) -> bool:
 
 
 def values(model: Architecture, family: str) -> dict[str, Any]:
-    """The keys of a model: an int for each count, a float for each number, as llama.cpp reads them."""
+    """Returns the metadata keys of a model, with the types that llama.cpp expects: int for counts, else float."""
     layers = [model.pattern[i % len(model.pattern)] for i in range(model.layers)]
     made: dict[str, Any] = {
         "vocab_size": model.vocab_size,
@@ -111,7 +115,7 @@ def values(model: Architecture, family: str) -> dict[str, Any]:
         if family == "qwen3moe":
             made["expert_feed_forward_length"] = model.mlp_width
     if "sliding" in layers:
-        # Families other than Gemma are run by llama.cpp without it: the same up to the window.
+        # llama.cpp ignores the window for families other than Gemma; results are equal for contexts up to the window.
         made["attention.sliding_window"] = model.window
         made["attention.sliding_window_pattern"] = [kind == "sliding" for kind in layers]
     elif family == "gemma2":

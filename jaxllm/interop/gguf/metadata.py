@@ -1,7 +1,7 @@
-"""The named values of a GGUF file that say what the model is: into an `Architecture`.
+"""Converts the metadata of a GGUF file to an `Architecture`.
 
-Sources: the keys and their defaults in llama.cpp (src/llama-model.cpp and src/models), and its converters. What holds
-of a family without being said in a file (Gemma's scaled embeddings) stands in `families` where it can.
+Sources: the keys and their defaults in llama.cpp (src/llama-model.cpp and src/models), and its converters. Properties
+that a family implies without storing them (Gemma's scaled embeddings) are in `families` where possible.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What a file says about its model.
+    """Description of the model in a GGUF file.
 
     Attributes:
-      family: its `general.architecture`.
-      layout: of its tensors.
-      constants: names of tensors that hold no weights; what they say is in `model`.
+      family: `general.architecture` of the file.
+      model: the architecture.
+      layout: layout of the tensors.
+      constants: names of tensors that are not weights; their content is represented in `model`.
     """
 
     family: str
@@ -38,14 +39,14 @@ class Described:
 
 
 def describe(metadata: Metadata, shapes: Shapes, read: Callable[[str], np.ndarray]) -> Described:
-    """The architecture of a file; every key that speaks of it is used, or the file is refused.
+    """Reads the architecture of a file; rejects the file if any key of its family is not used.
 
     Args:
-      shapes: of its tensors.
-      read: a tensor by name; asked for constants only.
+      metadata: metadata of the file.
+      shapes: shapes of its tensors.
+      read: returns a tensor by name; called for constants only.
     Raises:
-      UserError: a family that is not read, a key that is missing, of no meaning here, or of a value that we cannot
-        express.
+      UserError: the family is not supported, or a key is missing, unknown, or has a value that is not supported.
     """
     kind = metadata.get("general.type", str)
     if kind not in (None, "model"):
@@ -73,10 +74,10 @@ def describe(metadata: Metadata, shapes: Shapes, read: Callable[[str], np.ndarra
     )
 
 
-# Keys that say nothing as long as they say this (None: whatever they say).
+# Keys that have no effect at this value (None: at any value).
 _HARMLESS: dict[str, Any] = {
-    "tensor_data_layout": None,  # how the weights stood before their conversion
-    "rope.scaling.finetuned": None,  # how the model came by its scaling
+    "tensor_data_layout": None,  # layout of the weights before conversion
+    "rope.scaling.finetuned": None,  # origin of the scaling
     "attention.causal": True,
     "expert_gating_func": 1,  # softmax
     "expert_weights_norm": True,
@@ -96,7 +97,7 @@ _HARMLESS: dict[str, Any] = {
 
 
 class _Keys:
-    """Keys of one family, without its name in front."""
+    """Access to the keys of one family, without the prefix of its name."""
 
     def __init__(self, metadata: Metadata, family: str):
         self.metadata = metadata
@@ -117,7 +118,7 @@ class _Keys:
         return default if found is None else float(found)
 
     def only(self, key: str, allowed: Any) -> None:
-        """A key that may be there if it says what is so anyway."""
+        """Checks that a key is missing or has the allowed value (None: any value)."""
         value = self.metadata.raw(f"{self.family}.{key}")
         if value is not None and allowed is not None and value != allowed:
             raise UserError(
@@ -172,11 +173,11 @@ def _architecture(keys: _Keys, shapes: Shapes, read: Callable[[str], np.ndarray]
 
 
 def _pattern(keys: _Keys, layers: int, context: int) -> dict[str, Any]:
-    """Kinds of layers: a list in the file, the length of a period whose last is full, or as the family has it."""
+    """Reads pattern and window. The file has a list, a period whose last layer is full, or the family's default."""
     default = {"gemma2": 4096}.get(keys.family, 0)
     window = keys.size("attention.sliding_window", default)
     told = keys.metadata.raw(f"{keys.family}.attention.sliding_window_pattern")
-    if not 0 < window < context:  # it hides nothing
+    if not 0 < window < context:  # the window masks nothing
         return {"pattern": ("full",), "window": 0}
     if isinstance(told, list):
         slides = [bool(flag) for flag in told]

@@ -1,4 +1,4 @@
-"""Models in GGUF files, llama.cpp's format: opened with their tokenizer and chat template, and written."""
+"""Import and export of models in GGUF, llama.cpp's file format, with tokenizer and chat template."""
 
 import pathlib
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from jaxllm.interop.gguf.metadata import describe
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import Tokenizer
 
-# What a file can be written in -> llama.cpp's number for it.
+# Quantizations that `write` supports -> llama.cpp's file type.
 QUANTIZATIONS = {
     "F32": LlamaFileType.ALL_F32,
     "F16": LlamaFileType.MOSTLY_F16,
@@ -28,16 +28,18 @@ QUANTIZATIONS = {
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
 _KEPT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_BLOCKS_VERSION = 2  # of the layout of quantised blocks
+_BLOCKS_VERSION = 2  # general.quantization_version: layout of quantized blocks
 
 
 def open_file(path: str | pathlib.Path) -> Pretrained:
-    """A model in a GGUF file, or in several of which this is the first; its weights are not read yet.
+    """Opens a model in a GGUF file, or in several files, without reading its weights.
 
-    Numbers that are not quantised come out to the bit. Gemma's norms, which a file holds as 1 + w, come out as w.
+    Unquantized tensors load bit-exactly, except Gemma's norms: a file stores them as 1 + w, and they load as w.
 
+    Args:
+      path: the file, or the first of several.
     Raises:
-      UserError: the file is damaged; a key, a tensor or the tokenizer is missing, unknown or of no meaning to us.
+      UserError: the file is damaged, or a key, a tensor or the tokenizer is missing, unknown or not supported.
     """
     file = open_tensors(path)
     metadata = file.metadata
@@ -70,14 +72,14 @@ def open_file(path: str | pathlib.Path) -> Pretrained:
 
 
 def _quantization(file: TensorFile) -> str:
-    """What `write` would have to be asked for to write tensors of the same types; "" where it cannot."""
+    """Returns the quantization with which `write` produces the same tensor types; "" if there is none."""
     nothing = {name: np.broadcast_to(np.zeros((), np.uint8), shape) for name, shape in file.shapes.items()}
     same = (q for q in QUANTIZATIONS if all(file.kind(k) == tensors.stored(k, x, q) for k, x in nothing.items()))
     return next(same, "")
 
 
 def kept(opened: Pretrained) -> str:
-    """The quantization in which a file has every bit of a model: that of its own file, or that of its dtype."""
+    """Returns the lossless quantization of a model: that of its GGUF file, or the one of its stored dtype."""
     return opened.quantization or _KEPT[opened.stored.name]
 
 
@@ -92,19 +94,22 @@ def write(
     special: Mapping[str, str] | None = None,
     name: str = "",
 ) -> None:
-    """Writes a file that llama.cpp loads, one tensor in memory at a time.
+    """Writes a file that llama.cpp can load, with one tensor in memory at a time.
 
-    Vectors, routers and learned positions are float32 whatever the rest. In Q8_0, a matrix whose rows are no multiple
-    of 32 is F16.
+    Vectors, routers and learned positions are always float32. With Q8_0, matrices whose row length is not a multiple
+    of 32 are F16.
 
     Args:
-      params: the parameter tree, of any floating dtype.
-      quantization: of QUANTIZATIONS.
-      chat_template: Jinja source.
-      special: how special tokens are written, by a template's names: {"bos_token": "<s>", …}.
-      name: of the model, for people.
+      path: destination.
+      model: the architecture.
+      params: the parameter tree, of any floating-point dtype.
+      tokenizer: None writes a file without one.
+      quantization: a key of `QUANTIZATIONS`.
+      chat_template: Jinja source; None if there is none.
+      special: special tokens by their names in the template: {"bos_token": "<s>", …}.
+      name: display name of the model.
     Raises:
-      UserError: GGUF, or llama.cpp, has no words for this model or this tokenizer; a number too large for F16.
+      UserError: GGUF or llama.cpp cannot represent the model or the tokenizer, or an element overflows F16.
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
@@ -132,7 +137,7 @@ def write(
             tell(key, _encode(key, tensor, kind), GGMLQuantizationType[kind])
 
     try:
-        # Twice: where each tensor lies is written before the first of them.
+        # Two passes: the offsets of all tensors precede the first tensor in the file.
         each(lambda key, data, kind: writer.add_tensor_info(key, data.shape, data.dtype, data.nbytes, kind))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -1,7 +1,7 @@
-"""Rotary positions in a GGUF file: the base, and how a context is scaled, by key or by a tensor of factors.
+"""RoPE settings in a GGUF file: base, and context scaling by keys or by a tensor of factors.
 
-Sources: llama.cpp's src/llama-model.cpp (keys, defaults) and the converter of Llama models, which writes the scaling
-of Llama 3.1 as one factor for each pair and keeps none of the numbers that the factors come from.
+Sources: llama.cpp's src/llama-model.cpp (keys, defaults) and its converter of Llama models. The converter writes the
+scaling of Llama 3.1 as one factor per rotary pair and drops the parameters that the factors are computed from.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from jaxllm.model.layers import rope_frequencies
 _FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 CONSTANTS = frozenset({_FACTORS, _LONG, _SHORT})
-# All published models scaled this way.
+# Parameters of all published models with this scaling.
 _LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_context": 8192}
-_CLOSE = 1e-5  # of factors that were computed in float32
+_CLOSE = 1e-5  # relative tolerance of factors computed in float32
 
 
 class Keys(Protocol):
-    """Keys of one family, as `metadata` has them."""
+    """Interface to the metadata keys of one family; implemented in `metadata`."""
 
     family: str
     metadata: Metadata
@@ -36,19 +36,21 @@ class Keys(Protocol):
 
 
 def read(keys: Keys, head_dim: int, names: set[str], tensor: Callable[[str], np.ndarray]) -> dict[str, Any]:
-    """The rotary fields of an architecture.
+    """Reads the RoPE fields of `Architecture`.
 
     Args:
-      names: of the file's tensors.
-      tensor: reads one.
+      keys: metadata keys of the family.
+      head_dim: dimension of a head.
+      names: names of the file's tensors.
+      tensor: returns a tensor by name.
     Raises:
-      UserError: a scaling that cannot be expressed.
+      UserError: the scaling is not supported.
     """
     where = keys.metadata.where
     turned = keys.size("rope.dimension_count", head_dim)
     fields: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
     if keys.family in ("gemma2", "gemma3"):
-        # A base of their own for sliding layers, which are not scaled.
+        # Sliding-window layers have a separate base and are not scaled.
         own = keys.number("rope.freq_base_swa", 10_000.0 if keys.family == "gemma3" else 0.0)
         fields["rope_theta_sliding"] = own
     if turned != head_dim:
@@ -86,7 +88,7 @@ def read(keys: Keys, head_dim: int, names: set[str], tensor: Callable[[str], np.
 
 
 def _longrope(keys: Keys, turned: int, original: int, tensor: Callable[[str], np.ndarray]) -> dict[str, Any]:
-    """Phi-3's scaling: factors of each pair, for short sequences and for long ones."""
+    """Reads LongRoPE scaling (Phi-3): one factor per rotary pair, for short and for long sequences."""
     where, context = keys.metadata.where, keys.size("context_length")
     factors = {name: tuple(float(str(np.float32(x))) for x in tensor(name).ravel()) for name in (_SHORT, _LONG)}
     if any(len(numbers) != turned // 2 for numbers in factors.values()) or not original:
@@ -106,7 +108,7 @@ def _longrope(keys: Keys, turned: int, original: int, tensor: Callable[[str], np
 
 
 def _from_factors(factors: np.ndarray, theta: float, head_dim: int, original: int, where: str) -> dict[str, Any]:
-    """The numbers of Llama 3.1's scaling, of which these are the factors; each is the frequency's divisor."""
+    """Recovers the parameters of Llama 3.1's scaling from its factors, the divisors of the frequencies."""
     if factors.shape != (head_dim // 2,):
         raise UserError(f"{where}: {_FACTORS} has {factors.size} factors for head_dim {head_dim}; convert it again")
     if np.all(factors == 1.0):
@@ -125,7 +127,7 @@ def _from_factors(factors: np.ndarray, theta: float, head_dim: int, original: in
 def _candidates(factors: np.ndarray, frequency: np.ndarray, original: int) -> Iterator[dict[str, Any]]:
     published: dict[str, Any] = dict(_LLAMA3)
     yield published | ({"rope_original_context": original} if original else {})
-    # Between the two bends, 1 / factor is a line over the turns within the original context; two points tell which.
+    # Between the thresholds, 1 / factor is linear in the rotations per original context; two points determine the line.
     inside = np.flatnonzero((factors > 1.0 + _CLOSE) & (factors < factors.max() * (1 - _CLOSE)))
     context = original or _LLAMA3["rope_original_context"]
     if len(inside) >= 2:
@@ -143,7 +145,7 @@ def _candidates(factors: np.ndarray, frequency: np.ndarray, original: int) -> It
 
 
 def llama3_factors(frequency: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
-    """What each frequency is divided by; see `jaxllm.model.layers.rope_frequencies`."""
+    """Computes the divisor of each frequency; see `jaxllm.model.layers.rope_frequencies`."""
     turns = fields["rope_original_context"] * frequency / (2 * np.pi)
     low, high = fields["rope_low_freq_factor"], fields["rope_high_freq_factor"]
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -151,7 +153,7 @@ def llama3_factors(frequency: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
 
 
 def constants(model: Architecture) -> dict[str, np.ndarray]:
-    """The tensors of a file that hold no weights."""
+    """Returns the tensors of a file that are not weights: the RoPE factors, if the scaling needs them."""
     if model.positions != "rotary" or model.rope_scaling not in ("llama3", "longrope"):
         return {}
     if model.rope_scaling == "longrope":
@@ -163,11 +165,11 @@ def constants(model: Architecture) -> dict[str, np.ndarray]:
 
 
 def values(model: Architecture) -> dict[str, Any]:
-    """The rotary keys of a model, without the family's name."""
+    """Returns the RoPE keys of a model, without the prefix of the family."""
     made: dict[str, Any] = {"rope.dimension_count": model.rotated, "rope.freq_base": float(model.rope_theta)}
     if model.rope_theta_sliding:
         made["rope.freq_base_swa"] = float(model.rope_theta_sliding)
-    if model.rope_scaling == "llama3":  # the factors are a tensor; a key of theirs would scale once more
+    if model.rope_scaling == "llama3":  # the factors are a tensor; a scaling key would apply them twice
         made["rope.scaling.original_context_length"] = model.rope_original_context
     elif model.rope_scaling == "longrope":
         _, factor = rope_frequencies(model, "full")
@@ -188,7 +190,7 @@ def values(model: Architecture) -> dict[str, Any]:
 
 
 def same(model: Architecture, other: Architecture) -> bool:
-    """Whether two architectures turn queries and keys alike, whatever their fields say."""
+    """Returns True if two architectures have equivalent rotary positions, even if their fields differ."""
     if model.positions != "rotary" or other.positions != "rotary":
         return model.positions == other.positions
     if model.rope_original_context != other.rope_original_context and model.rope_scaling == "longrope":

@@ -1,8 +1,7 @@
-"""How a byte-level BPE cuts text into words before it merges bytes, by the name that GGUF has for each way.
+"""Pre-tokenizers of byte-level BPE, which split text into words before merging, by their names in GGUF.
 
-Sources: the table of pre-tokenizers in llama.cpp's src/llama-vocab.cpp, and the tokenizer.json files they stand for.
-A wrong one is not seen at once: the text comes out in more and rarer tokens, and the model writes worse. So a name that
-is not here is refused.
+Sources: the table of pre-tokenizers in llama.cpp's src/llama-vocab.cpp, and the corresponding tokenizer.json files.
+Unknown names are rejected: a wrong pre-tokenizer fails silently, with more and rarer tokens and worse model output.
 """
 
 import dataclasses
@@ -26,11 +25,12 @@ _GPT4O = (
 
 @dataclasses.dataclass(frozen=True)
 class Splitting:
-    """Expressions that cut a text one after the other, each what the last has left in one piece.
+    """Pre-tokenizer: regular expressions applied in turn, each to the pieces left by the previous one.
 
     Attributes:
-      whole_words: a word that is a token is that token, whatever the merges say.
-      begins: a document begins with the begin token, unless the file says otherwise.
+      expressions: the regular expressions.
+      whole_words: a word that is in the vocabulary becomes that token, regardless of the merges (`ignore_merges`).
+      begins: a document begins with the begin token, unless the file overrides it.
     """
 
     expressions: tuple[str, ...]
@@ -38,7 +38,7 @@ class Splitting:
     begins: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As the pre-tokenizer of a tokenizer.json."""
+        """Returns the "pre_tokenizer" field of a tokenizer.json."""
         steps: list[dict[str, Any]] = []
         for expression in self.expressions:
             steps.append({"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False})
@@ -46,7 +46,7 @@ class Splitting:
         return {"type": "Sequence", "pretokenizers": steps}
 
 
-# The first name of several is the one that is written.
+# The first of several names is used for export.
 _GROUPS: dict[str, Splitting] = {
     "gpt-2 phi-2 mpt olmo jais a.x-4.0 mellum gigachat exaone4 granite-docling trillion": Splitting((_GPT2,)),
     "smollm starcoder refact command-r codeshell exaone minerva-7b": Splitting((_DIGIT, _GPT2)),
@@ -64,14 +64,14 @@ BY_NAME = {name: splitting for names, splitting in _GROUPS.items() for name in n
 
 
 def name_of(pre_tokenizer: dict[str, Any] | None, whole_words: bool) -> str | None:
-    """GGUF's name for the pre-tokenizer of a tokenizer.json; None where it has none that we know."""
+    """Returns the GGUF name of the pre-tokenizer of a tokenizer.json; None if there is no known one."""
     expressions = _expressions(pre_tokenizer)
     exact = [n.split()[0] for n, s in _GROUPS.items() if (s.expressions, s.whole_words) == (expressions, whole_words)]
     return exact[0] if exact else None
 
 
 def _expressions(node: dict[str, Any] | None) -> tuple[str, ...] | None:
-    """What a pre-tokenizer cuts at; None where it does anything else."""
+    """Returns the regular expressions of a pre-tokenizer; None if it does anything else than split."""
     if node is None:
         return None
     if node["type"] == "Sequence":
@@ -88,5 +88,5 @@ def _expressions(node: dict[str, Any] | None) -> tuple[str, ...] | None:
 
 
 def _same(expression: str) -> str:
-    """One way of writing an expression that release files write in several."""
+    """Normalizes an expression that model releases spell in several ways."""
     return expression.replace("'(?i:[sdmt]|ll|ve|re)", _SHORTENED)

@@ -1,8 +1,8 @@
-"""What the tensors of a GGUF file have to do with the arrays of our parameter tree.
+"""Mapping rules between the tensors of a GGUF file and the arrays of the parameter tree.
 
-Sources: the table of tensor names in the `gguf` package, and llama.cpp's converters for what they do to the numbers.
-A matrix stands as [outputs, inputs]. Two families' quirks are undone here: rows of queries and keys in which the two
-numbers of a rotary pair stand side by side, where ours are half a head apart; and norms that hold 1 + w.
+Sources: the table of tensor names in the `gguf` package; llama.cpp's converters for the transforms of the elements.
+Matrices are [outputs, inputs]. Two quirks are undone here: in some families, the two elements of a rotary pair are
+adjacent rows of the query and key matrices, while ours are half a head apart; and Gemma's norms store 1 + w.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from jaxllm.interop.rules import Rule, Tensors
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a file lays out what it holds.
+    """Layout of the tensors in a GGUF file.
 
     Attributes:
-      permuted: the rows of queries and keys are in rotary pairs.
+      permuted: the rows of the query and key matrices are ordered in adjacent rotary pairs.
       fused_qkv: queries, keys and values are one tensor.
-      fused_gate: the gate and, below it, the up projection are one tensor, called "ffn_up".
+      fused_gate: gate and up projection are concatenated, in this order, in one tensor called "ffn_up".
     """
 
     permuted: bool
@@ -31,7 +31,7 @@ class Layout:
 
 
 def rules(model: Architecture, layout: Layout) -> list[Rule]:
-    """Every tensor of a file, but for constants, and every array of the tree."""
+    """Builds the rules that map every tensor of a file, except constants, to every array of the parameter tree."""
     made = [_plain("token_embd.weight", "embed.tokens")]
     if model.positions == "learned":
         made.append(_plain("position_embd.weight", "embed.positions"))
@@ -99,11 +99,13 @@ def _mlp(model: Architecture, layout: Layout, layer: int) -> Iterator[Rule]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A matrix of ours [*inputs, *outputs] as rows [outputs, inputs]; a bias [*outputs] as [outputs].
+    """Conversion of our matrix [*inputs, *outputs] to rows [outputs, inputs], or of our bias [*outputs] to [outputs].
 
     Attributes:
-      permuted: of the outputs [heads, H], the two numbers of a rotary pair stand side by side in the file.
-      lead: experts, whose dimension stands in front in both; 0 is none.
+      inputs: input dimensions in our layout; empty for a bias.
+      outputs: output dimensions in our layout.
+      permuted: outputs are [heads, H], and the two elements of a rotary pair are adjacent in the file.
+      lead: number of experts, the leading dimension in both layouts; 0 if there is none.
     """
 
     inputs: tuple[int, ...]
@@ -137,7 +139,7 @@ class _Rows:
 
 
 def _stacked(name: str, paths: tuple[str, ...], parts: list[_Rows], layer: int) -> Rule:
-    """One tensor: the rows of one array, or of several one below the other."""
+    """Builds the rule of a tensor that holds the rows of one array, or the concatenated rows of several."""
     axis = 1 if parts[0].lead else 0
     cuts = np.cumsum([part.count for part in parts])
 
@@ -177,7 +179,7 @@ def _scale(model: Architecture, name: str, path: str, layer: int | None, shape: 
 
 
 def _minus_one(tensor: np.ndarray) -> np.ndarray:
-    """Exact for a scale of 1/2 or more; the bits of a smaller one that 1 + w cannot hold make no difference to it."""
+    """Converts a scale 1 + w to w: exact for scales of at least 1/2; smaller ones lose only negligible low bits."""
     return tensor.astype(np.float32) - np.float32(1)
 
 
@@ -186,7 +188,7 @@ def _plus_one(array: np.ndarray) -> np.ndarray:
 
 
 def stored(name: str, tensor: np.ndarray, quantization: str) -> str:
-    """The type that a tensor is written in: what llama.cpp computes in float32 stays so, whatever the rest."""
+    """Returns the type in which a tensor is written: always F32 for tensors that llama.cpp computes with in float32."""
     unit = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     if tensor.ndim < 2 or unit in ("ffn_gate_inp", "position_embd"):
         return "F32"

@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file: a tokenizer.json is made of its tokens, and the `tokenizers` library does the rest.
+"""Reads the tokenizer of a GGUF file by converting it to a tokenizer.json for the `tokenizers` library.
 
-Source: llama.cpp's src/llama-vocab.cpp, for what each key means and what holds where one is missing.
+Source: llama.cpp's src/llama-vocab.cpp, for the meaning of each key and its default.
 """
 
 import json
@@ -12,23 +12,23 @@ from jaxllm.interop.gguf.file import Metadata
 from jaxllm.interop.gguf.splitting import BY_NAME
 from jaxllm.interop.tokenizer import JsonTokenizer
 
-# tokenizer.ggml.token_type
+# Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-# Keys that change no id of a text, and no text of an id.
+# Keys that affect neither encoding nor decoding.
 _HARMLESS = (
     *("unknown_token_id", "padding_token_id", "seperator_token_id", "mask_token_id", "cls_token_id"),
     "token_type_count",
     *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
     *("prefix_token_id", "suffix_token_id", "middle_token_id"),
-    *("add_eos_token", "add_sep_token"),  # of texts that are whole; what is given here is to be continued
+    *("add_eos_token", "add_sep_token"),  # apply to complete texts; here a text is a prompt to continue
 )
 
 
 def read(metadata: Metadata) -> JsonTokenizer:
-    """The tokenizer of a file.
+    """Reads the tokenizer of a file.
 
     Raises:
-      UserError: a kind, or a way of splitting words, that is not known; or damaged.
+      UserError: the type of tokenizer, its pre-tokenizer or a key is not supported, or the data is damaged.
     """
     where = metadata.where
     kind = metadata.need("tokenizer.ggml.model", str)
@@ -66,7 +66,7 @@ def read(metadata: Metadata) -> JsonTokenizer:
 
 
 def special_names(metadata: Metadata) -> dict[str, str]:
-    """How the special tokens that a chat template may ask for are written: {"bos_token": "<s>", …}."""
+    """Returns the special tokens that a chat template may use, by name: {"bos_token": "<s>", …}."""
     tokens = metadata.need("tokenizer.ggml.tokens", list)
     kinds = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     found = {name: _special_id(metadata, kind, len(tokens), None) for kind, name in kinds.items()}
@@ -74,7 +74,11 @@ def special_names(metadata: Metadata) -> dict[str, str]:
 
 
 def _name(metadata: Metadata) -> str:
-    """The name of the pre-tokenizer; one that stands for no known way of splitting stops the import."""
+    """Returns the name of the pre-tokenizer.
+
+    Raises:
+      UserError: the name is missing or unknown.
+    """
     name = metadata.get("tokenizer.ggml.pre", str)
     if name not in BY_NAME:
         what = f"tokenizer.ggml.pre = {name!r}, which is not known" if name else "no tokenizer.ggml.pre"
@@ -86,10 +90,10 @@ def _name(metadata: Metadata) -> str:
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
     splitting = BY_NAME[_name(metadata)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    # The space that parts a merge is never its first character.
+    # The space that separates the two parts of a merge is never its first character.
     pairs = [(m[:at], m[at + 1 :]) for m in metadata.need("tokenizer.ggml.merges", list) if (at := m.find(" ", 1)) > 0]
     merges = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary and "".join(pair) in vocabulary]
-    metadata.raw("tokenizer.ggml.add_space_prefix")  # of the other kind
+    metadata.raw("tokenizer.ggml.add_space_prefix")  # for SentencePiece only
     metadata.raw("tokenizer.ggml.scores")
     return {
         "normalizer": None,
@@ -131,9 +135,10 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str], types: Sequence[in
 
 
 def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE, which has none: of all neighbours that make a piece, the best piece is made.
+    """Derives merges for a SentencePiece BPE, which stores scores instead.
 
-    So every way of parting a piece into two pieces is a merge, and it comes as early as its piece's score is high.
+    SentencePiece joins the adjacent pair that forms the piece with the highest score. Equivalently, every division of a
+    piece into two pieces is a merge, and merges are ordered by descending score of the piece.
     """
     parts_of_text = (NORMAL, USER_DEFINED, UNUSED)
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in parts_of_text}
@@ -147,7 +152,7 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before anything else: special ones, and those of the model's makers."""
+    """Returns the added tokens, which are matched before pre-tokenization: special and user-defined ones."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": i, "content": token, "special": kind != USER_DEFINED, **plain}
@@ -168,6 +173,6 @@ def _begin_with(token: str, i: int) -> dict[str, Any]:
 
 
 def _special_id(metadata: Metadata, name: str, count: int, default: int | None) -> int | None:
-    """A special token's id; the default where it has none or, as in some files, one past the vocabulary."""
+    """Returns the id of a special token; the default if it is missing or (as in some files) past the vocabulary."""
     found = metadata.get(f"tokenizer.ggml.{name}_token_id", int)
     return found if found is not None and 0 <= found < count else default

@@ -1,7 +1,7 @@
-"""A tokenizer as the keys of a GGUF file, such that llama.cpp makes the same ids of a text.
+"""Converts a tokenizer to the keys of a GGUF file with which llama.cpp produces the same ids.
 
-Source: llama.cpp's src/llama-vocab.cpp. GGUF has no normalizer: NFC, which Qwen's tokenizer.json has, is left out, as
-llama.cpp's own converter does; text that is composed already is not touched by it.
+Source: llama.cpp's src/llama-vocab.cpp. GGUF has no normalizer: the NFC step in Qwen's tokenizer.json is dropped, as in
+llama.cpp's converter. It does not affect text that is already composed.
 """
 
 import json
@@ -16,7 +16,7 @@ from jaxllm.interop.gguf.file import Metadata
 from jaxllm.interop.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from jaxllm.interop.tokenizer import END_NAMES, ByteTokenizer, JsonTokenizer, Tokenizer
 
-# What is compared after writing: accents, dashes, digits, symbols, scripts, code, white space.
+# Text whose ids are compared after conversion: accents, dashes, digits, symbols, scripts, code, white space.
 _PROBE = (
     "Ça coûte 1234.5 € — “naïve” café, isn't it? I'LL see…\n\n\tif x == 10:\n        return {'a': [1, 22, 333]}  # ok\n"
     "日本語のテキスト。 Привет мир! 🔥👩‍💻 a  b   c    d\r\n<|x|> __init__ HTTPServer"
@@ -24,14 +24,14 @@ _PROBE = (
 
 
 def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, str]) -> dict[str, Any]:
-    """The `tokenizer.ggml` keys.
+    """Returns the `tokenizer.ggml` keys of a tokenizer.
 
     Args:
-      tokenizer: None is a file without one.
-      vocab_size: of the model; ids that the tokenizer has not are filled up.
-      special: how special tokens are written, by a chat template's names for them.
+      tokenizer: None for a file without one.
+      vocab_size: vocabulary size of the model; ids that the tokenizer lacks are filled with unused tokens.
+      special: special tokens by their names in the chat template.
     Raises:
-      UserError: a tokenizer that GGUF has no words for.
+      UserError: GGUF cannot represent the tokenizer, or its ids would differ.
     """
     if tokenizer is None:
         return {"tokenizer.ggml.model": "none"}
@@ -55,8 +55,8 @@ def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, s
     return made
 
 
-_LAST = -1e9  # a score after all others
-# llama.cpp wants merges: of a tokenizer that joins nothing there is one, of two bytes that are in no UTF-8 text.
+_LAST = -1e9  # a score below all others
+# llama.cpp requires merges. A tokenizer without merges gets one of two bytes that never occur in UTF-8 text.
 _NO_MERGE = "ÿ ÿ"
 
 
@@ -68,7 +68,7 @@ def _ids(tokenizer: Tokenizer, tokens: list[str], special: Mapping[str, str]) ->
         found["bos"] = tokenizer.bos_id
     if tokenizer.end_ids:
         found["eos"] = tokenizer.end_ids[0]
-        # Others are known by name, or have a key.
+        # llama.cpp recognizes the others by name; those without a known name need a key.
         unnamed = [i for i in tokenizer.end_ids[1:] if tokens[i] not in END_NAMES]
         found |= dict(zip(("eot", "eom"), unnamed, strict=False))
     made: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in found.items()}
@@ -111,7 +111,7 @@ def _byte_level(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sentencepiece(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """A piece's score is how early it is merged."""
+    """Returns the keys of a SentencePiece tokenizer; the score of a piece is the negative rank of its merge."""
     steps = content["normalizer"] or content["pre_tokenizer"]
     steps = steps.get("normalizers") or steps.get("pretokenizers") or [steps]
     known = {"Prepend", "Replace", "Metaspace"}

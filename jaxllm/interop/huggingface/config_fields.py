@@ -1,11 +1,11 @@
-"""The fields of a config.json: each is used, known not to matter, or refused by name."""
+"""Access to the fields of config.json that tracks use: every field is read, known to be neutral, or an error."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
 
-# Fields that change nothing in what the model computes from tokens, and why. Everything else has to be read.
+# Fields that do not affect what the model computes from tokens, with the reason. All others must be read.
 NEUTRAL: dict[str, str] = {
     **dict.fromkeys(
         ("_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "model_type"),
@@ -57,9 +57,9 @@ NEUTRAL: dict[str, str] = {
         "of other tasks than language modelling",
     ),
 }
-# Fields that any file may have, and the values with which they change nothing.
+# Fields that any file may have, and the values at which they have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "is_decoder": (True, False),  # of a model that is nothing else
+    "is_decoder": (True, False),  # no effect on a decoder-only model
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
@@ -69,11 +69,11 @@ _MISSING = object()
 
 
 class Fields:
-    """A table of fields, and which of them have been used.
+    """Fields of a JSON object, with a record of which have been read.
 
     Args:
-      values: of the file, or of a table in it.
-      where: for messages.
+      values: content of the file, or of an object in it.
+      where: name of the file or object, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
@@ -84,15 +84,19 @@ class Fields:
         return name in self._values
 
     def get(self, name: str, default: Any) -> Any:
-        """A field's value; the default where there is no such field. A null is a value: None."""
+        """Returns the value of a field, or the default if the field is missing. A null is returned as None."""
         self._used.add(name)
         return self._values.get(name, default)
 
     def value(self, name: str, default: Any, *others: str) -> Any:
-        """The same, where null says no more than a missing field, and of the type of the default.
+        """Returns the value of a field, or the default if the field is missing or null.
 
         Args:
-          others: names that the field has in other releases.
+          name: name of the field.
+          default: default value; a value in the file must have its type, or be an int if it is a float.
+          *others: names of the field in other releases.
+        Raises:
+          UserError: the value is of another type, or two names have different values.
         """
         given = {key: self.get(key, None) for key in (name, *others)}
         found = {key: value for key, value in given.items() if value is not None}
@@ -106,10 +110,10 @@ class Fields:
         return float(value) if isinstance(default, float) else value
 
     def only(self, name: str, *allowed: Any) -> None:
-        """A field that may be there, with values that change nothing.
+        """Checks that a field is missing or has one of the allowed values.
 
         Raises:
-          UserError: it has another one.
+          UserError: it has another value.
         """
         value = self.get(name, allowed[0])
         if value not in allowed:
@@ -117,16 +121,16 @@ class Fields:
             raise UserError(f"{self.where}: {name} is {value!r}, which jaxllm has no model for; it can do {told}")
 
     def unused(self) -> list[str]:
-        """Fields that nobody has asked for and that are not known to change nothing."""
+        """Lists the fields that have not been read and are not in `NEUTRAL`."""
         return sorted(name for name in self._values if name not in self._used and name not in NEUTRAL)
 
     def finish(self, neutral: bool = True) -> None:
-        """To be called when all has been read.
+        """Checks that no field is left unread. Call it after all fields have been read.
 
         Args:
-          neutral: False for a table in the file, where the fields of NEUTRAL mean something else.
+          neutral: False for an object within the file, in which the names of `NEUTRAL` have another meaning.
         Raises:
-          UserError: there are fields that were not.
+          UserError: fields were not read, or the weights are quantized.
         """
         if neutral:
             for name, allowed in _ONLY.items():
@@ -151,7 +155,7 @@ class Fields:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether a value is of the type of a default; a whole number is a number, and true is none."""
+    """Checks that a value has the type of a default; an int is accepted for a float, a bool only for a bool."""
     if isinstance(value, bool) or isinstance(default, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     return isinstance(value, (int, float) if isinstance(default, float) else type(default))

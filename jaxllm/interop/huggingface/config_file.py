@@ -1,4 +1,4 @@
-"""A config.json as an Architecture, and back: every field is used, or refused by name."""
+"""Converts config.json to `Architecture` and back; a field that is neither used nor neutral is an error."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from jaxllm.interop.huggingface.config_fields import Fields
 from jaxllm.interop.huggingface.families import FAMILIES, Family
 from jaxllm.interop.huggingface.layer_kinds import layer_kinds, shortest
 
-# Fields of a Gemma 3 model of texts and images that say nothing about texts.
+# Fields of a multimodal Gemma 3 model that do not affect text.
 _OF_IMAGES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 
 
 def read_config(values: Mapping[str, Any], where: str) -> tuple[str, Architecture]:
-    """(name of the family, architecture) of a config.json.
+    """Converts the content of config.json to (name of the family, architecture).
 
     Args:
-      values: the file's content.
-      where: the file, for messages.
+      values: content of the file.
+      where: name of the file, for messages.
     Raises:
-      UserError: a family that is not known, a field that is neither used nor known not to matter, or one whose value
-        there is no model for; names it.
+      UserError: the family is not supported, a field is neither used nor known to be neutral, or the value of a field
+        is not supported; the message names the field.
     """
     name = values.get("model_type")
     if name == "gemma3":
@@ -34,12 +34,12 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[str, Architectur
 
 
 def _read_gemma3(values: Mapping[str, Any], where: str) -> Architecture:
-    """The language model in a model of texts and images."""
+    """Reads the language model of a multimodal Gemma 3 model."""
     outer = Fields(values, where)
     inner = Fields(outer.value("text_config", {}), f"{where}: text_config")
     for name in _OF_IMAGES:
         outer.get(name, None)
-    outer.get("initializer_range", None)  # of the image model
+    outer.get("initializer_range", None)  # of the vision model
     model = _read(FAMILIES["gemma3_text"], inner)
     outer.only("tie_word_embeddings", model.tied_embeddings)
     outer.finish()
@@ -57,14 +57,15 @@ def _read(family: Family, fields: Fields) -> Architecture:
 
 
 def write_config(model: Architecture, prefer: str = "") -> tuple[str, dict[str, Any]]:
-    """(name of the family, config.json) of a model, without what is not about its architecture.
+    """Converts an architecture to (name of the family, content of config.json), without non-architecture fields.
 
-    A family will do when its file, read again, gives the same model; so what is written is what is meant.
+    A family is accepted if its file, read again, gives the same canonical architecture.
 
     Args:
+      model: the architecture.
       prefer: the family to try first.
     Raises:
-      UserError: no family has such a model; names the fields in which the nearest differs.
+      UserError: no family can represent the model; the message lists the fields in which the closest one differs.
     """
     wanted = canonical(model)
     differences: dict[str, list[str]] = {}
@@ -76,7 +77,7 @@ def write_config(model: Architecture, prefer: str = "") -> tuple[str, dict[str, 
             values |= part.write(model)
         try:
             again = canonical(read_config(values, name)[1])
-        except UserError:  # it has no way to say it
+        except UserError:  # the family cannot represent the model
             continue
         if again == wanted:
             return name, values
@@ -94,10 +95,10 @@ def _differences(wanted: Architecture, found: Architecture) -> list[str]:
 
 
 def canonical(model: Architecture) -> Architecture:
-    """The model with every field that it makes no use of at its default, and its pattern at its shortest.
+    """Returns the model with unused fields at their defaults and its pattern at its shortest.
 
-    Two models that compute the same have the same canonical form. Arrays lie as `model.pattern` says: use it to
-    compare, not to load.
+    Two models that compute the same function have the same canonical form. Use it to compare models, not to load
+    them: `model.pattern` determines the layout of the arrays.
     """
     default: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Architecture)}
     rotary = model.positions == "rotary"

@@ -1,7 +1,7 @@
-"""The kinds of models that Hugging Face folders hold, as data; `config_file` reads and writes by it.
+"""Table of the supported Hugging Face model families, used by `config_file` to read and write config.json.
 
-Adding a family is adding a row: which field of the file is which of ours, with what transformers takes where it is
-missing (its configuration classes, release 5); what holds for all members; and the parts with a logic of their own.
+To add a family, add a row with: the mapping from fields of the file to fields of `Architecture`, with the defaults of
+transformers (configuration classes, release 5); the values shared by all of its models; and the parts that need code.
 """
 
 import dataclasses
@@ -15,11 +15,13 @@ from jaxllm.interop.huggingface.family_parts import Part
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Attributes:
-    class_name: of the language model in transformers.
-    plain: field of the file -> (field of Architecture, its value where it is missing or null).
-    fixed: fields of Architecture that are the same in all members.
-    parts: what depends on more than one field.
+    """Mapping between config.json and `Architecture` for one model family.
+
+    Attributes:
+      class_name: name of the language model class in transformers.
+      plain: field of the file -> (field of `Architecture`, default if the field is missing or null).
+      fixed: fields of `Architecture` with the same value in all models of the family.
+      parts: conversions that depend on more than one field.
     """
 
     class_name: str
@@ -163,7 +165,7 @@ FAMILIES: dict[str, Family] = {
         fixed=_LLAMA,
         parts=(parts.heads(kv_heads=4), _SILU, parts.ATTENTION_BIAS, layer_kinds.SMOLLM3, parts.rope(2e6)),
     ),
-    # Phi-3, Phi-3.5 and Phi-4, mini and medium; the small ones and those with experts are of other kinds.
+    # Phi-3, Phi-3.5 and Phi-4, mini and medium; the small and MoE models have other architectures.
     "phi3": Family(
         class_name="Phi3ForCausalLM",
         plain=_sizes(32064, 3072, 8192, 32, 32, 4096, 1e-5, tied=False),

@@ -1,7 +1,7 @@
-"""What families of models have in common, a part at a time: from the fields of config.json to those of Architecture.
+"""Reusable parts of model families: each converts some fields of config.json to fields of `Architecture` and back.
 
-A part reads some fields, given what has been read before it, and writes them back. Whether a family can say what a
-model is, is found by writing and reading again (`config_file.write_config`), so that a part may write without looking.
+A part reads its fields, given the fields that earlier parts have read, and writes them back. `config_file.write_config`
+reads the written file again to check that the family can represent the model, so a part's `write` need not validate.
 """
 
 import dataclasses
@@ -16,16 +16,18 @@ from jaxllm.interop.huggingface.rope_fields import Rope
 
 Known = Mapping[str, Any]
 
-# What transformers calls them; the others that it knows compute something else.
+# Names in transformers; its other activations compute something else.
 _SILU = ("silu", "swish")
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Attributes:
-    read: (fields, fields of Architecture known so far) -> more of them.
-    write: model -> fields of the file.
+    """Two-way conversion of some fields of config.json.
+
+    Attributes:
+      read: (fields of the file, fields of `Architecture` read so far) -> further fields of `Architecture`.
+      write: model -> fields of the file.
     """
 
     read: Callable[[Fields, Known], dict[str, Any]]
@@ -33,15 +35,16 @@ class Part:
 
 
 def heads(kv_heads: int | None = None, head_dim: int | None = None) -> Part:
-    """Key heads and the size of a head.
+    """Part for the number of key/value heads and the head dimension.
 
     Args:
-      kv_heads, head_dim: where the file has none; None: as many as query heads, and the width's share of a head.
+      kv_heads: default if the field is missing; None: the number of query heads.
+      head_dim: default if the field is missing; None: width / heads.
     """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
         derived = known["width"] // known["heads"]
-        # A missing field is the family's number; a null asks to derive it.
+        # A missing field takes the family's default; for null, transformers derives the value.
         keys, size = known["heads"], derived
         if "num_key_value_heads" not in fields:
             keys = kv_heads or keys
@@ -53,11 +56,11 @@ def heads(kv_heads: int | None = None, head_dim: int | None = None) -> Part:
 
 
 def gated_activation(name: str, default: str) -> Part:
-    """The activation of a gated MLP.
+    """Part for the activation of a gated MLP.
 
     Args:
-      name: of the field that counts.
-      default: its value where it is missing.
+      name: name of the field that is used.
+      default: its value if it is missing.
     """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
@@ -79,12 +82,12 @@ def _read_biases(fields: Fields, known: Known) -> dict[str, Any]:
     return {"qkv_bias": bias, "out_bias": bias}
 
 
-# On queries, keys, values and the output together.
+# One flag for the biases of queries, keys, values and the output.
 ATTENTION_BIAS = Part(_read_biases, lambda m: {"attention_bias": m.qkv_bias})
 
 
 def without(*names: str) -> Part:
-    """Flags that files of the family may have, and that are false in all of it."""
+    """Part for flags that files of the family may have, and that must be false."""
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
         del known
@@ -96,17 +99,17 @@ def without(*names: str) -> Part:
 
 
 def rope(theta: float, **more: Any) -> Part:
-    """Rotary positions; the arguments of `Rope`."""
+    """Part for rotary positions; takes the arguments of `Rope`."""
     both = Rope(theta, **more)
     return Part(both.read, both.write)
 
 
 def gemma(logit_softcap: float | None, attention_softcap: float | None) -> Part:
-    """Scaled embeddings and queries, capped logits and scores.
+    """Part for Gemma's scaled embeddings and queries, and its soft caps on logits and attention scores.
 
     Args:
-      logit_softcap, attention_softcap: where the fields are missing. A null is no cap; where `attention_softcap` is
-        None the family's attention has no cap, whatever the file says, so it may say none.
+      logit_softcap: default if the field is missing; null means no cap.
+      attention_softcap: likewise. None: the family's attention never has a cap, and the field must be null.
     """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
@@ -123,7 +126,7 @@ def gemma(logit_softcap: float | None, attention_softcap: float | None) -> Part:
 
     def write(model: Architecture) -> dict[str, Any]:
         return {
-            "query_pre_attn_scalar": round(model.attention_scale**-2),  # transformers takes whole numbers only
+            "query_pre_attn_scalar": round(model.attention_scale**-2),  # transformers accepts integers only
             "final_logit_softcapping": model.logit_softcap or None,
             "attn_logit_softcapping": model.attention_softcap or None,
         }
@@ -144,7 +147,7 @@ def _read_qwen3_moe(fields: Fields, known: Known) -> dict[str, Any]:
     del known
     fields.only("mlp_only_layers", None, [])
     fields.only("decoder_sparse_step", 1)
-    fields.get("intermediate_size", None)  # of the dense layers, of which there are none
+    fields.get("intermediate_size", None)  # width of dense layers; there are none
     return {"experts": fields.value("num_experts", 128, "num_local_experts")}
 
 

@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face folder, family by family, as rules.
+"""Tensor mapping rules for Hugging Face checkpoints, by model family.
 
-A matrix of theirs is [outputs, inputs], of GPT-2 [inputs, outputs]; ours has its heads apart. All that a rule does is
-to look at the numbers another way: nothing is copied before the place where it is to lie is known.
+Their matrices are [outputs, inputs] (GPT-2: [inputs, outputs]); ours have a separate heads dimension. On load, rules
+return views (transposes and reshapes); elements are copied only once, into their destination.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,39 +12,40 @@ import numpy as np
 from jaxllm.config import Architecture
 from jaxllm.interop.rules import Rule, Tensors
 
-# Constants that old checkpoints carry along: frequencies of rotary positions, GPT-2's masks.
+# Constants in old checkpoints: RoPE frequencies and GPT-2's causal masks.
 CONSTANTS = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
-# The eyes of a model of texts and images, and what connects them.
+# Vision tower and projector of multimodal models.
 OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
-# What stands before a tensor's name: in models of texts and images, in language models, in the base models of both.
+# Prefixes of tensor names: in multimodal models, in language models, in base models without a head.
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "transformer.", "")
 _EMBEDDING = {"gpt2": "wte.weight"}
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "language_model.model.lm_head.weight")
 
 
 def embedding_name(family: str, prefix: str) -> str:
-    """The token embedding's."""
+    """Returns the name of the token embedding."""
     return prefix + _EMBEDDING.get(family, "embed_tokens.weight")
 
 
 def find_prefix(family: str, names: Collection[str]) -> str:
-    """What stands before the names of a checkpoint; that of a language model where it cannot be told."""
+    """Returns the prefix of the names in a checkpoint; the language model's prefix if it cannot be determined."""
     found = (prefix for prefix in _PREFIXES if embedding_name(family, prefix) in names)
     return next(found, "transformer." if family == "gpt2" else "model.")
 
 
 def find_head(names: Collection[str]) -> str:
-    """The head's name, in a checkpoint that may have one."""
+    """Returns the name of the head in a checkpoint; the default name if it has no head."""
     return next((name for name in _HEADS if name in names), _HEADS[0])
 
 
 def make(model: Architecture, family: str, prefix: str | None = None, head: str = _HEADS[0]) -> list[Rule]:
-    """The rules of all tensors, in the order of the layers.
+    """Builds the rules of all tensors, in the order of the layers.
 
     Args:
-      family: a name of `families.FAMILIES`.
-      prefix: before all names but the head's; None is that of a language model.
-      head: the head's name, if the model has one.
+      model: the architecture.
+      family: a key of `families.FAMILIES`.
+      prefix: prefix of all names except the head's; None: the prefix of a language model.
+      head: name of the head, if the model has one.
     """
     if prefix is None:
         prefix = "transformer." if family == "gpt2" else "model."
@@ -75,7 +76,7 @@ def _transposed(tensors: Tensors) -> Tensors:
 
 
 def _out_of(*shape: int) -> dict[str, Any]:
-    """[outputs, D] <-> [D, *outputs], the outputs of this shape."""
+    """Returns conversions [outputs, D] <-> [D, *shape] for an output dimension that factors into `shape`."""
     size = int(np.prod(shape))
     return {
         "load": _each(lambda x: np.moveaxis(x.reshape(*shape, x.shape[1]), -1, 0)),
@@ -84,7 +85,7 @@ def _out_of(*shape: int) -> dict[str, Any]:
 
 
 def _into(*shape: int) -> dict[str, Any]:
-    """[D, inputs] <-> [*inputs, D], the inputs of this shape."""
+    """Returns conversions [D, inputs] <-> [*shape, D] for an input dimension that factors into `shape`."""
     size = int(np.prod(shape))
     return {
         "load": _each(lambda x: x.T.reshape(*shape, x.shape[0])),
@@ -93,7 +94,7 @@ def _into(*shape: int) -> dict[str, Any]:
 
 
 def _flat(*shape: int) -> dict[str, Any]:
-    """[size] <-> an array of this shape."""
+    """Returns conversions [size] <-> [*shape]."""
     return {"load": _each(lambda x: x.reshape(shape)), "save": _each(lambda x: x.reshape(-1))}
 
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of text: tokenizer, chat template, where a document begins and where a turn ends."""
+"""Text settings of a Hugging Face folder: tokenizer, chat template, begin token and end tokens."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import FileTokenizer, Tokenizer
 
-# What an export takes along. The model's own files are not among them.
+# Files that an export copies. Configuration and weights are not among them.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
@@ -16,13 +16,16 @@ FILES = (
 
 
 def read(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The fields of `Pretrained` that are about text.
+    """Reads the text-related fields of `Pretrained`.
 
     Args:
-      config: the model's config.json.
-      vocab_size: of the model.
+      folder: the model folder.
+      config: content of the model's config.json.
+      vocab_size: vocabulary size of the model.
+    Returns:
+      The fields by name.
     Raises:
-      UserError: a file that is not what its name says, or that does not tell which chat template is meant.
+      UserError: a file has invalid content, or there are several chat templates and none is called default.
     """
     settings = _table(folder / "tokenizer_config.json")
     special = _special(_table(folder / "special_tokens_map.json") | settings)
@@ -30,7 +33,7 @@ def read(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> di
     tokenizer = FileTokenizer(path) if path.is_file() else None
     if tokenizer is not None:
         _set_bos(tokenizer, settings, special)
-        if not tokenizer.byte_lengths()[vocab_size:].any():  # marks for images, in a model that has none
+        if not tokenizer.byte_lengths()[vocab_size:].any():  # image tokens, in a model without images
             tokenizer.vocab_size = min(tokenizer.vocab_size, vocab_size)
     return {
         "tokenizer": tokenizer,
@@ -42,7 +45,7 @@ def read(folder: pathlib.Path, config: Mapping[str, Any], vocab_size: int) -> di
 
 
 def _table(path: pathlib.Path) -> dict[str, Any]:
-    """A table in a file that need not be there; what is there and cannot be read would change the text unseen."""
+    """Reads the JSON object of an optional file. An unreadable file is an error: ignoring it would alter the text."""
     if not path.is_file():
         return {}
     try:
@@ -62,7 +65,7 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _special(values: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> how it is written, of the special tokens that templates know by name."""
+    """Returns the special tokens that templates refer to by name: {"bos_token": "<s>", …}."""
     found = {}
     for name, value in values.items():
         written = value.get("content") if isinstance(value, dict) else value
@@ -72,7 +75,7 @@ def _special(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _set_bos(tokenizer: FileTokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """The settings say whether documents begin with a token; where they do not, tokenizer.json does."""
+    """Applies `add_bos_token` of the settings to the tokenizer; if it is missing, tokenizer.json decides."""
     adds = settings.get("add_bos_token")
     if adds is False:
         tokenizer.bos_id = None
@@ -81,7 +84,7 @@ def _set_bos(tokenizer: FileTokenizer, settings: Mapping[str, Any], special: Map
 
 
 def _id_of(tokenizer: Tokenizer, written: str | None) -> int | None:
-    """The id of a special token; None where the text is not one token."""
+    """Returns the id of a special token; None if the text is not exactly one token."""
     ids = tokenizer.encode(written, special=True).tolist() if written else []
     return ids[0] if len(ids) == 1 else None
 
@@ -112,7 +115,7 @@ def _end_ids(
     special: Mapping[str, str],
     vocab_size: int,
 ) -> tuple[int, ...]:
-    """Those that the settings for generation name, or else the model's; then the tokenizer's own end of a turn."""
+    """Returns the end tokens of generation_config.json, or else of config.json, then those of the tokenizer."""
     text = config.get("text_config") or {}
     sources = (_table(folder / "generation_config.json"), config, text if isinstance(text, dict) else {})
     named: Any = next((ids for ids in (source.get("eos_token_id") for source in sources) if ids is not None), [])

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, by id: the files that are needed, kept where its own library keeps them."""
+"""Downloads models from the Hugging Face hub by id: only the needed files, into the cache of huggingface_hub."""
 
 import pathlib
 import re
@@ -11,22 +11,22 @@ from jaxllm.interop.huggingface import config_file, folder_tokenizer, safetensor
 from jaxllm.interop.huggingface import model as huggingface
 
 _SMALL = (huggingface.CONFIG, huggingface.GENERATION, safetensors_files.INDEX, *folder_tokenizer.FILES)
-# Not every file of safetensors: some repositories have the weights a second time in a layout of their own.
+# Not all *.safetensors: some repositories contain the weights a second time, in another layout.
 _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 
 
 def is_id(spec: str) -> bool:
-    """Whether a text may be "organisation/name"."""
+    """Returns True if a text has the form "organisation/name"."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", spec) is not None and not spec.startswith((".", "/"))
 
 
 def download(name: str) -> pathlib.Path:
-    """The folder of a model. What it is, is looked at before its weights are fetched.
+    """Downloads a model and returns its folder. Checks the configuration before it downloads the weights.
 
     Args:
       name: "organisation/name".
     Raises:
-      UserError: it cannot be had, or there is no model for it.
+      UserError: the model cannot be downloaded, or is not supported.
     """
     folder = _snapshot(name, _SMALL)
     config = huggingface.read_json(folder / huggingface.CONFIG)
@@ -45,7 +45,7 @@ def _snapshot(name: str, patterns: tuple[str, ...]) -> pathlib.Path:
         raise UserError(
             f"{name} is no folder here and no public model of the Hugging Face hub; check the name"
         ) from error
-    except (OSError, errors.HfHubHTTPError, ValueError) as error:  # no network raises what the system raises
+    except (OSError, errors.HfHubHTTPError, ValueError) as error:  # without a network, errors of the operating system
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             f"{name} is no folder here, and the Hugging Face hub cannot be reached for it ({reason}); "

@@ -1,4 +1,4 @@
-"""Which layers slide and which have no positions, family by family: parts as `family_parts` has them."""
+"""Per-family parts (see `family_parts`) for sliding-window layers and layers without positions (NoPE)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +8,19 @@ from jaxllm.errors import UserError
 from jaxllm.interop.huggingface.config_fields import Fields
 from jaxllm.interop.huggingface.family_parts import Known, Part
 
-# What transformers calls them.
+# Layer types in transformers -> ours.
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The shortest pattern that, repeated, gives these kinds of layers."""
+    """Returns the shortest pattern that repeats to these layer kinds."""
     return next(
         tuple(kinds[:n]) for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
     )
 
 
 def layer_kinds(model: Architecture) -> list[str]:
-    """The kind of every layer."""
+    """Lists the kind of every layer."""
     return [model.pattern[i % len(model.pattern)] for i in range(model.layers)]
 
 
@@ -34,10 +34,10 @@ def _with_window(kinds: Sequence[str], window: int | None, where: str) -> dict[s
 
 
 def all_slide(default: int | None) -> Part:
-    """Every layer slides where there is a window.
+    """Part for families in which every layer uses the sliding window, if there is one.
 
     Args:
-      default: the window where the field is missing; a null is none.
+      default: window in tokens if the field is missing; null means no window.
     """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
@@ -49,11 +49,15 @@ def all_slide(default: int | None) -> Part:
 
 
 def all_slide_if_used(default: int) -> Part:
-    """The same, where a flag says whether there is a window (Qwen3-MoE)."""
+    """Part for families in which a flag enables the sliding window of every layer (Qwen3-MoE).
+
+    Args:
+      default: window in tokens if the field is missing.
+    """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
         del known
-        # Without the flag transformers reads the window as none, whatever max_window_layers says.
+        # Without the flag, transformers ignores the window, whatever max_window_layers is.
         window = fields.get("sliding_window", default)
         used = fields.value("use_sliding_window", False) and window
         fields.get("max_window_layers", None)
@@ -63,10 +67,11 @@ def all_slide_if_used(default: int) -> Part:
 
 
 def upper_slide_if_used(default: int, first: int) -> Part:
-    """Layers from `max_window_layers` on slide, where a flag says so (Qwen2, Qwen3).
+    """Part for families in which a flag enables the window of layers `max_window_layers` and up (Qwen2, Qwen3).
 
     Args:
-      default, first: window and first such layer where the fields are missing.
+      default: window in tokens if the field is missing.
+      first: first sliding layer if the field is missing.
     """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
@@ -90,10 +95,11 @@ def upper_slide_if_used(default: int, first: int) -> Part:
 
 
 def slide_but_every(n: int, window: int) -> Part:
-    """All layers slide but every n-th (Gemma 2 and 3).
+    """Part for families in which all layers slide except every n-th (Gemma 2 and 3).
 
     Args:
-      n, window: where the fields are missing.
+      n: default period.
+      window: default window in tokens.
     """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
@@ -110,12 +116,12 @@ def slide_but_every(n: int, window: int) -> Part:
 
 
 def _kind_name(kind: str) -> str:
-    """The file's name of a kind of layer; its own where files have none."""
+    """Returns the name of a layer kind in transformers; the name itself if transformers has none."""
     return next((name for name, ours in _KINDS.items() if ours == kind), kind)
 
 
 def _listed(fields: Fields, known: Known, kinds: Sequence[str]) -> Sequence[str]:
-    """The kinds of layers that the file lists, or those given where it lists none."""
+    """Returns the layer kinds listed in the file, or `kinds` if it lists none."""
     names = fields.value("layer_types", [_kind_name(kind) for kind in kinds])
     if len(names) != known["layers"] or set(names) - set(_KINDS):
         raise UserError(
@@ -135,7 +141,7 @@ def _read_smollm3(fields: Fields, known: Known) -> dict[str, Any]:
             "use the file of one release"
         )
     slides = window if fields.value("use_sliding_window", False) else None
-    fields.get("max_window_layers", None)  # of Qwen's files, from which these were made
+    fields.get("max_window_layers", None)  # left over from Qwen's config files, from which these derive
     kinds = _listed(fields, known, ["sliding" if slides and not rotated[i] else "full" for i in range(layers)])
     if any(kind == "sliding" and not turns for kind, turns in zip(kinds, rotated, strict=False)):
         raise UserError(f"{fields.where}: layers without positions slide, which jaxllm has no model for")
@@ -153,5 +159,5 @@ def _write_smollm3(model: Architecture) -> dict[str, Any]:
     }
 
 
-# Layers without positions among those with.
+# Mixes NoPE layers and layers with positions.
 SMOLLM3 = Part(_read_smollm3, _write_smollm3)

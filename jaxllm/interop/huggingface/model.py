@@ -1,4 +1,4 @@
-"""Folders as Hugging Face lays them out: config.json, safetensors, a tokenizer. Opened, and written."""
+"""Import and export of Hugging Face model folders: config.json, safetensors files and a tokenizer."""
 
 import json
 import pathlib
@@ -20,16 +20,18 @@ from jaxllm.interop.rules import Rule
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 _IMAGES = "gemma3"
-# Numbers that are compared at a time: a copy of no more than that exists.
+# Elements compared at a time, which bounds the size of temporary copies.
 _BLOCK = 1 << 24
 
 
 def open_folder(path: str | pathlib.Path) -> Pretrained:
-    """The model in a folder. All of its files are checked; none of the weights are read, but a head that is a copy.
+    """Opens the model of a folder: checks all files, but reads no weights except a tied head, to verify it.
 
+    Args:
+      path: the folder.
     Raises:
-      UserError: no such folder, a configuration that there is no model for, files that are not whole, tensors that are
-        missing, left over, of another shape, or that contradict the configuration.
+      UserError: the folder is missing, the configuration is not supported, files are truncated, or tensors are
+        missing, unexpected, of the wrong shape, or in contradiction to the configuration.
     """
     folder = pathlib.Path(path).expanduser()
     config = read_json(folder / CONFIG)
@@ -45,10 +47,10 @@ def open_folder(path: str | pathlib.Path) -> Pretrained:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A table in a file of JSON.
+    """Reads a JSON file that contains an object.
 
     Raises:
-      UserError: there is none.
+      UserError: the file cannot be read, is not JSON, or is not an object.
     """
     try:
         value = json.loads(path.read_text("utf-8"))
@@ -89,7 +91,7 @@ def _check_names(
 
 
 def _check_copy(files: TensorFiles, embedding: str, head: str, folder: pathlib.Path) -> None:
-    """A tied model's head, where it has one, is its embedding."""
+    """Checks that the stored head of a model with tied embeddings equals its embedding."""
     if embedding in files.entries:
         a, b = files.read(embedding), files.read(head)
         rows = max(1, _BLOCK // max(1, a.shape[-1])) if a.ndim else 1
@@ -114,24 +116,26 @@ def export(
     end_ids: tuple[int, ...] = (),
     bos_id: int | None = None,
 ) -> str:
-    """Writes a model as transformers reads it.
+    """Writes a model folder that transformers can load.
 
     Args:
-      folder: that is there; a tokenizer in it stays.
+      folder: existing folder; tokenizer files in it are left as they are.
+      model: the architecture.
       params: the parameter tree.
-      dtype: of the tensors: float32, bfloat16 or float16.
-      shard_bytes: a file has no more of tensors.
-      family: to be tried first.
-      end_ids, bos_id: for generation.
+      dtype: dtype of the tensors: float32, bfloat16 or float16.
+      shard_bytes: maximum bytes of tensors per file.
+      family: the family to try first.
+      end_ids: end tokens for generation.
+      bos_id: begin token for generation; None if there is none.
     Returns:
-      The family.
+      The name of the family that the model is written as.
     Raises:
-      UserError: no family is built like the model.
+      UserError: no family matches the architecture.
     """
     family, config = config_file.write_config(model, family)
     ends: Any = end_ids[0] if len(end_ids) == 1 else list(end_ids) or None
     tokens = {"bos_token_id": bos_id, "eos_token_id": ends}
-    # Families have padding tokens of their own, which a model of another vocabulary may not have.
+    # Override the family's default padding token, which may be outside this model's vocabulary.
     told = config | tokens | {"pad_token_id": None, "torch_dtype": dtype.name}
     (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n")
     (folder / GENERATION).write_text(

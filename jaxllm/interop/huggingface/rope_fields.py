@@ -1,7 +1,7 @@
-"""Rotary positions in a config.json, in all spellings, and back.
+"""Rotary position fields of config.json, read in all of their spellings and written back.
 
-`rope_theta` and `rope_scaling` stand alone in older files; `rope_parameters` has both in newer ones, and one such table
-for each kind of layer where they differ. A table's kind is its `rope_type`, or `type` in the oldest.
+Older files have `rope_theta` and `rope_scaling` at the top level. Newer files have both in `rope_parameters`, with one
+table per layer type if these differ. The scaling type of a table is its `rope_type`, or `type` in the oldest files.
 """
 
 import dataclasses
@@ -20,14 +20,15 @@ _KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """What a family takes where its files say nothing, and what else it can say.
+    """RoPE defaults and supported options of a model family.
 
     Attributes:
-      theta: the base.
-      sliding: the base of sliding layers, which are not scaled; 0: they are like the others.
-      partial: whether files may rotate a part of each head only.
-      original: context before scaling, which such a family's files have beside the table; 0: they have it in it.
-      aliases: other names that the family has for kinds of scaling.
+      theta: default base.
+      sliding: default base of sliding-window layers, which are not scaled; 0: same as the other layers.
+      partial: whether files may rotate only a part of each head.
+      original: default context length before scaling, in tokens, for families that have this field outside of the
+        table; 0: the field is in the table.
+      aliases: the family's other names of scaling types.
     """
 
     theta: float
@@ -37,12 +38,13 @@ class Rope:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def read(self, fields: Fields, known: Known) -> dict[str, Any]:
-        """The fields of Architecture that say how positions turn queries and keys.
+        """Reads the RoPE fields of `Architecture`.
 
         Args:
-          known: fields of Architecture that have been read: context_length, head_dim.
+          fields: fields of config.json.
+          known: fields of `Architecture` read so far; needs context_length and head_dim.
         Raises:
-          UserError: a kind of scaling that there is no model for; names the kinds that there are.
+          UserError: the scaling type is not supported, or fields contradict each other.
         """
         table = _table(fields)
         base = fields.value("rope_theta", self.theta)
@@ -75,10 +77,14 @@ class Rope:
         return scaled | {"rope_theta_sliding": told["rope_theta"]}
 
     def _read_one(self, table: Fields, known: Known, theta: float, part: float, original: int) -> dict[str, Any]:
-        """One kind of layer's.
+        """Reads the RoPE fields of one layer type.
 
         Args:
-          theta, part, original: what the file says beside the table, or what the family takes.
+          table: the RoPE table of the layer type.
+          known: fields of `Architecture` read so far.
+          theta: base, from outside of the table or the family's default.
+          part: rotated fraction of a head, likewise.
+          original: context length before scaling, likewise; 0 if unknown.
         """
         kind = table.value("rope_type", "default", "type")
         kind = self.aliases.get(kind, kind)
@@ -112,7 +118,7 @@ class Rope:
         return rope if kind == "default" else rope | {"rope_scaling": kind}
 
     def write(self, model: Architecture) -> dict[str, Any]:
-        """The inverse of `read`, as releases before transformers 5 spell it, which later ones read as well."""
+        """Writes the fields in the spelling of transformers before release 5, which later releases also read."""
         told: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": _written(model)}
         if self.sliding:
             told["rope_local_base_freq"] = model.rope_theta_sliding
@@ -124,7 +130,7 @@ class Rope:
 
 
 def _table(fields: Fields) -> dict[str, Any]:
-    """The one table that says it all; empty where there is none."""
+    """Returns the RoPE table of the file, under either name; empty if there is none."""
     old, new = fields.value("rope_scaling", {}), fields.value("rope_parameters", {})
     if old and new and old != new:
         raise UserError(

@@ -1,9 +1,9 @@
-"""Tensors of a folder of safetensors files by name, as views of the files; and such folders, written one by one.
+"""Reads the tensors of safetensors files as memory-mapped views, and writes such files one tensor at a time.
 
-The format: 8 bytes, the length of a JSON header, little-endian; the header, {name: {dtype, shape, data_offsets}}; the
-numbers, row by row. A checkpoint of several files has an index that tells the file of each tensor. Source: the README
-of the safetensors project. Its own library is not used for this, as it has no bfloat16 for NumPy in all of the versions
-that we take, and reads and writes whole tensors: of a file mapped into memory a device's share can be read alone.
+Format: 8 bytes with the length of the JSON header, little-endian; the header, {name: {dtype, shape, data_offsets}};
+the elements, row-major. A checkpoint of several files has an index that maps each tensor to its file. Source: README of
+the safetensors project. The safetensors library is not used because not all supported versions have bfloat16 for NumPy,
+and because it reads and writes whole tensors; from a memory map, a device's shard can be read alone.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from jaxllm.interop import copying
 
 INDEX = "model.safetensors.index.json"
 ALONE = "model.safetensors"
-# The format's names of what weights may be; what else it has (integers, float8) is no weight that computes as it is.
+# Supported dtypes by their names in the format. Its others (integers, float8) are quantized weights.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-# Longer headers are refused by the format's own library.
+# The safetensors library rejects longer headers.
 _LONGEST_HEADER = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: bytes `begin` to `end` of a file."""
+    """Location of a tensor: bytes [begin, end) of a file."""
 
     file: pathlib.Path
     dtype: str
@@ -38,12 +38,12 @@ class Entry:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint, every file of it checked and none of the numbers read.
+    """Tensors of a checkpoint. The constructor checks every file but reads only the headers.
 
     Args:
-      folder: with an index and the files it names, or with `model.safetensors`.
+      folder: folder with an index and its files, or with `model.safetensors`.
     Raises:
-      UserError: a file that is missing, cut off or not of the format, a tensor that is not where the index says it is.
+      UserError: a file is missing, truncated or not in the format, or the index does not match the files.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -58,7 +58,7 @@ class TensorFiles:
 
     @classmethod
     def of(cls, entries: Mapping[str, Entry]) -> "TensorFiles":
-        """These tensors, of `read_header`."""
+        """Creates an instance from the entries of `read_header`."""
         made = cls.__new__(cls)
         made.entries, made._maps = dict(entries), {}
         return made
@@ -67,15 +67,15 @@ class TensorFiles:
         return self.entries[name].shape
 
     def dtype(self) -> np.dtype:
-        """The narrowest that holds all of the tensors; float32 for float64, which no array of a model is."""
+        """Returns the common dtype of all floating-point tensors; float32 if they differ or are float64."""
         found = {np.dtype(_DTYPES[entry.dtype]) for entry in self.entries.values() if entry.dtype in _DTYPES}
         return found.pop() if len(found) == 1 and np.dtype(np.float64) not in found else np.dtype(np.float32)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, as a view of its file.
+        """Returns a tensor as a view of its memory-mapped file.
 
         Raises:
-          UserError: its numbers are not floating-point ones.
+          UserError: its dtype is not F64, F32, F16 or BF16.
         """
         entry = self.entries[name]
         if entry.dtype not in _DTYPES:
@@ -89,10 +89,10 @@ class TensorFiles:
 
 
 def read_header(path: pathlib.Path) -> dict[str, Entry]:
-    """The tensors that a file says it has, and has.
+    """Reads the header of a file and checks that every tensor's data is complete.
 
     Raises:
-      UserError: the file is missing, cut off, or not of the format; names the tensor whose numbers are not all there.
+      UserError: the file is missing, truncated or not in the format; the message names the incomplete tensor.
     """
     try:
         size = path.stat().st_size
@@ -142,7 +142,7 @@ def _alone(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _indexed(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
-    """File -> tensors that the index places in it."""
+    """Maps each file to the tensors that the index assigns to it."""
     try:
         placed = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
         files: dict[pathlib.Path, set[str] | None] = {}
@@ -174,14 +174,14 @@ def write(
     tensors: Iterable[tuple[str, np.ndarray]],
     shard_bytes: int,
 ) -> None:
-    """A checkpoint's files, with an index where there are several; beside the parameters there is one tensor at a time.
+    """Writes a checkpoint, with an index if it has several files; one tensor is in memory at a time.
 
     Args:
-      folder: that exists.
-      shapes: of all tensors, in the order in which they come.
-      dtype: of all of them.
-      tensors: (name, numbers).
-      shard_bytes: a file has no more bytes of numbers, unless it has one tensor alone.
+      folder: existing folder.
+      shapes: shapes of all tensors, in the order of `tensors`.
+      dtype: dtype of all tensors.
+      tensors: (name, array) of every tensor.
+      shard_bytes: maximum bytes of tensor data per file; a larger tensor gets a file of its own.
     """
     shards = _shards({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, shard_bytes)
     alone = len(shards) == 1
@@ -198,7 +198,7 @@ def write(
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names, cut where the next tensor would make a file too large."""
+    """Groups the tensor names into files; starts a new file when the next tensor would exceed the limit."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -216,15 +216,19 @@ def write_file(
     dtype: np.dtype,
     tensors: Iterator[tuple[str, np.ndarray]],
 ) -> None:
-    """One file of these tensors, which come in the order of `shapes`; a file that is there is not written over."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    """Writes one file. `tensors` must yield in the order of `shapes`. An existing file is not overwritten.
+
+    Raises:
+      FileExistsError: the file exists.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers rejects a file without it
     at = 0
     for name, shape in shapes.items():
         size = int(np.prod(shape)) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensor data
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():

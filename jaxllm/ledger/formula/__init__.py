@@ -1,1 +1,1 @@
-"""The formula column: memory, FLOPs, communication and time in closed form, without tracing a model."""
+"""Closed-form predictions of memory, FLOPs, communication and time, without tracing a model."""

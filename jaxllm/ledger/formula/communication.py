@@ -1,13 +1,13 @@
-"""What the devices of a training run send each other in one step, in closed form.
+"""Collective communication of one training step, in closed form.
 
-Counted as the ZeRO paper counts (Rajbhandari et al. 2020, section 7): gathering or reduce-scattering Ψ elements moves
-Ψ, and an all-reduce is one of each, 2Ψ. With Ψ parameters, data-parallel training moves 2Ψ at stages 0 to 2 and 3Ψ at
-stage 3. Tensor parallelism moves activations: with its sequence in shares (Korthikanti et al. 2022, section 4.2) a
-layer has two gathers and two reduce-scatters of M·D elements in each pass, and those of what is recomputed.
+Volumes follow the ZeRO paper (Rajbhandari et al. 2020, section 7): all-gathering or reduce-scattering Ψ elements moves
+Ψ, and an all-reduce is one of each, 2Ψ. With Ψ parameters, data parallelism moves 2Ψ at stages 0 to 2 and 3Ψ at
+stage 3. Tensor parallelism moves activations: with sequence parallelism (Korthikanti et al. 2022, section 4.2), a
+layer has two all-gathers and two reduce-scatters of M·D elements in each pass, plus those of recomputed values.
 
-Left out: single numbers (norms, losses, counts of tokens), and what Muon and Adafactor exchange for updates of whole
-matrices, which the partitioner writes. Counted though the backward pass can do without: biases gathered a second time.
-Outside of loops a compiler may find that what is gathered again has been gathered before; XLA's does on a CPU.
+Not counted: scalars (norms, losses, token counts), and what Muon and Adafactor exchange to update whole matrices,
+which the partitioner inserts. Counted although the backward pass does not need it: a second all-gather of biases.
+Outside loops, a compiler may merge a repeated all-gather with the first one; XLA does so on a CPU.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ Op = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One kind of collective over a whole step.
+    """One kind of collective, summed over a whole step.
 
     Attributes:
-      name: what it moves, and when.
-      op: which collective.
-      axes: of the mesh, that its devices lie along.
-      devices: that take part with one.
-      elements: put together or summed, in all its runs.
-      itemsize: bytes of one.
+      name: What is moved, and when.
+      op: Type of collective.
+      axes: Mesh axes that the collective spans.
+      devices: Devices that take part in one collective.
+      elements: Elements gathered or reduced, summed over all executions.
+      itemsize: Bytes per element.
     """
 
     name: str
@@ -47,26 +47,26 @@ class Transfer:
 
     @property
     def volume(self) -> int:
-        """Elements a device sends, in the ZeRO paper's count."""
+        """Elements that a device sends, by the ZeRO paper's count."""
         return self.elements * (2 if self.op == "all-reduce" else 1)
 
     @property
     def ring_bytes(self) -> float:
-        """Bytes that a device sends where the others are in one ring: (n − 1)/n of the volume's."""
+        """Bytes that a device sends in a ring algorithm: (n − 1)/n of the volume in bytes."""
         return self.volume * self.itemsize * (self.devices - 1) / self.devices
 
 
 def train_step(model: Architecture, config: Config, policy_name: str) -> tuple[Transfer, ...]:
-    """Every transfer of one update on one device; none where there is one device.
+    """Returns every transfer of one update on one device; empty on a single device.
 
     Raises:
-      UserError: an array cannot be split as the mesh wants it.
+      UserError: An array cannot be sharded as the mesh requires.
     """
     return transfers(run_lib.make(model, config, policy_name, "gpu"))
 
 
 def transfers(run: TrainingRun) -> tuple[Transfer, ...]:
-    """The same of a setting, whatever its platform."""
+    """Returns every transfer of one update of a training run, on any platform."""
     made = (*_weights(run), *_gradients(run), *_activations(run))
     return tuple(transfer for transfer in made if transfer.elements and transfer.devices > 1)
 
@@ -78,10 +78,11 @@ def _transfer(run: TrainingRun, name: str, op: Op, axes: tuple[str, ...], elemen
 
 
 def padded(run: TrainingRun, *groups: str, trained: bool = False) -> int:
-    """Numbers of all arrays, or of those of some groups, put together from their shares over `data`, with padding.
+    """Returns the elements of all arrays, or of some groups, all-gathered over `data`, padding included.
 
     Args:
-      trained: of those that are.
+      groups: Parameter groups (`Parameter.group`) to count; all if none is given.
+      trained: Count trained arrays only.
     """
     return run.total("share", *groups, trained=trained) * run.mesh["data"]
 
@@ -91,16 +92,16 @@ def _weights(run: TrainingRun) -> Iterator[Transfer]:
     if run.stage in (1, 2) and run.mixed:
         yield _transfer(run, "weights, from masters", "all-gather", data, padded(run, trained=True))
     elif run.stage in (1, 2):
-        # What is updated in shares is put together at the end of the step, as it is stored.
+        # Weights updated shard by shard are all-gathered at the end of the step, in the dtype they are stored in.
         count = padded(run, trained=True)
         yield _transfer(run, "weights, updated", "all-gather", data, count, run.store)
     elif run.stage == 3:
-        # Under `sqrt` a block of a group runs twice before its gradients are taken.
+        # Under `sqrt`, a block of a group runs forward twice before its backward pass.
         passes = 3 if run.group_size > 1 else 2
         for name, groups, times in (
             ("layers, in each pass", ("layers",), passes * accumulate),
             ("layers after the loop, in each pass", ("tail",), 2 * accumulate),
-            # XLA takes them out of the loop over micro-batches.
+            # XLA hoists these all-gathers out of the loop over micro-batches.
             ("embeddings, norm and head", ("embed", "final_norm", "head"), 1),
         ):
             count = padded(run, *groups) * times
@@ -109,12 +110,12 @@ def _weights(run: TrainingRun) -> Iterator[Transfer]:
 
 def _gradients(run: TrainingRun) -> Iterator[Transfer]:
     accumulate, stage = run.config.train.accumulate, run.stage
-    # Sums over micro-batches are float32; stages 2 and 3 add up what is scattered already.
+    # Gradients accumulate in float32; stages 2 and 3 accumulate gradients that are already scattered.
     summed = FLOAT32 if run.accumulates else run.compute
     if stage:
         size = summed if stage == 1 else run.compute
         count = padded(run, trained=True)
-        # A tied table is looked up and multiplied with: two sums.
+        # The lookup and the head matmul each reduce the gradient of a tied table.
         if stage >= 2 and not run.layout.frozen and run.model.tied_embeddings:
             table = next(p for p in run.parameters if p.name == "embed.tokens")
             count += run.per_device(table.share) * run.mesh["data"]
@@ -134,10 +135,10 @@ def _gradients(run: TrainingRun) -> Iterator[Transfer]:
 
 @functools.lru_cache(maxsize=4096)
 def _split_over_tensor(layout: Layout, shares: bool) -> tuple[int, int]:
-    """Numbers of gradients on a device: (of arrays that are split over `tensor`, of the others).
+    """Returns the gradient elements on a device as (arrays sharded over `tensor`, other arrays).
 
     Args:
-      shares: whether a device has shares over `data` of them; or all that it computes with.
+      shares: True counts the device's shards over `data`; False counts all elements that it computes with.
     """
     split = whole = 0
     for parameter in layout.trained:
@@ -150,7 +151,7 @@ def _split_over_tensor(layout: Layout, shares: bool) -> tuple[int, int]:
 
 
 def _activations(run: TrainingRun) -> Iterator[Transfer]:
-    """Over `tensor`: of a block's inputs and outputs; of embeddings and the last hidden states; of the loss."""
+    """Yields transfers over `tensor`: block inputs and outputs, embeddings, last hidden states, and the loss."""
     if run.tensor == 1:
         return
     layers, accumulate, size = run.model.layers, run.config.train.accumulate, run.group_size
@@ -159,7 +160,7 @@ def _activations(run: TrainingRun) -> Iterator[Transfer]:
     gathers = sum(value.moved for name, value in again.items() if name.endswith("inputs")) * layers
     scatters = sum(value.moved for name, value in again.items() if not name.endswith("inputs")) * layers
     grouped = run.model.repeats * len(run.model.pattern) if size > 1 else 0
-    if grouped:  # and once more as a part of its group
+    if grouped:  # once more, when its group is recomputed
         gathers, scatters = gathers + 2 * width * grouped, scatters + 2 * width * grouped
     both = 2 * width * layers + width
     tensor = ("tensor",)
@@ -170,9 +171,9 @@ def _activations(run: TrainingRun) -> Iterator[Transfer]:
     yield _transfer(run, "gradients of activations", "all-gather", tensor, both * accumulate)
     yield _transfer(run, "gradients of activations", "reduce-scatter", tensor, both * accumulate)
     if run.model.qk_norm and run.model.qk_norm_over == "projection":
-        # Of queries and of keys, a number a token: forward, again for the backward pass, and the gradient of each.
+        # One element per token for queries and one for keys: forward, recomputation, and gradient.
         sums = 2 * run.tokens * (3 * layers + grouped)
         name = "sums of squares of queries and keys"
         yield _transfer(run, name, "all-reduce", tensor, sums * accumulate, FLOAT32)
-    # The highest logit of each token, their sum and the target's.
+    # Per token: the largest logit, the sum of exponentials, and the target's logit.
     yield _transfer(run, "loss", "all-reduce", tensor, 3 * run.step_tokens, FLOAT32)

@@ -1,18 +1,18 @@
-"""The work of training and inference in closed form: FLOPs and bytes moved, each by what it is for.
+"""Work of training and inference in closed form: FLOPs and bytes moved, by purpose.
 
-A multiply and an add are two FLOPs, and only matrix products are counted: 2 a weight and token forward,
-twice that backward. Attention is 4·N·H a query and key (scores, and their product with the values), in one of
-two conventions, named wherever a figure is given:
+A multiply and an add are two FLOPs, and only matmuls are counted: 2 FLOPs per weight and token forward, twice that
+backward. Attention is 4·N·H FLOPs per query-key pair (the scores, and their product with the values), in one of two
+conventions; every reported figure names its convention:
 
-    executed   all pairs that the program's attention multiplies: T × S of the reference, windows and masks or not; of
-               a kernel those that may be seen (its tiles at the mask's edge have some beside, a tile over T of them)
-    model      the pairs a query may see: (T + 1) / 2 of T on average, fewer in a sliding layer
+    executed   all pairs that the program's attention multiplies: T × S in the reference implementation, masked or not;
+               visible pairs in a kernel (its tiles at the mask's edge compute some more, about tile / T of them)
+    model      pairs that a query may attend to: (T + 1) / 2 of T on average, fewer in a sliding-window layer
 
-Executed FLOPs make the roofline (`ledger.roofline`), recomputation included: they are one device's, and its share of
-them where products are split over `tensor`. Model FLOPs make utilisation, MFU (Chowdhery et al. 2022, appendix B):
-those of a token times tokens a second, over the peak of all devices of the run together. Neither recomputation nor
-masked pairs count as work there, so that a remat policy can only lower it; and as every pair that may be seen is
-multiplied, model FLOPs are never more than executed ones, and utilisation of a true peak never more than 1.
+Executed FLOPs, including recomputation, make the roofline (`roofline`): they are those of one device, or its shard of
+matmuls that are sharded over `tensor`. Model FLOPs make utilisation, MFU (Chowdhery et al. 2022, appendix B): model
+FLOPs per token times tokens per second, over the summed peak of all devices of the run. Recomputation and masked pairs
+do not count as work there, so a remat policy can only lower MFU. Every visible pair is multiplied, so model FLOPs never
+exceed executed FLOPs, and utilisation of a true peak never exceeds 1.
 """
 
 import dataclasses
@@ -32,21 +32,21 @@ from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, cache_slots, param_specs
 
-# optax's, of Newton and Schulz's iteration.
+# Newton-Schulz iterations of optax's Muon.
 MUON_STEPS = 5
-# The convention of `Work.flops`, for wherever they are told.
+# Convention of `Work.flops`, printed with the figures.
 EXECUTED = "executed: recomputation and masked pairs of attention included"
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one program does on one device.
+    """FLOPs and bytes of one program on one device.
 
     Attributes:
-      flops_of: executed, by part: forward, backward, recomputation, optimizer (its matrix products only).
-      bytes_of: read and written in device memory, by part: weights, gradients, activations, logits, optimizer, KV
-        cache. An estimate, rather from below: each array once a use, and nothing of it kept on the chip between uses.
-      tokens: that it does it for.
+      flops_of: Executed FLOPs by part: forward, backward, recomputation, optimizer (matmuls only).
+      bytes_of: Bytes read and written in device memory by part: weights, gradients, activations, logits, optimizer, KV
+        cache. Estimated low: each array counts once per use, and nothing stays on the chip between uses.
+      tokens: Tokens that the program processes.
     """
 
     flops_of: Mapping[str, int]
@@ -55,24 +55,24 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Executed."""
+        """Executed FLOPs, all parts together."""
         return sum(self.flops_of.values())
 
     @property
     def bytes(self) -> int:
-        """Moved in device memory."""
+        """Bytes moved in device memory, all parts together."""
         return sum(self.bytes_of.values())
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs a byte."""
+        """Arithmetic intensity: FLOPs per byte."""
         return self.flops / self.bytes
 
 
 def product_parameters(model: Architecture) -> int:
-    """Weights that a token is multiplied with: matrices, those of its own experts only, and the head.
+    """Returns the number of weights that a token is multiplied with: matrices, its active experts only, and the head.
 
-    Looking up an embedding is no product; a tied embedding counts once, as the head.
+    An embedding lookup is no matmul; a tied embedding counts once, as the head.
     """
     specs = leaves(param_specs(model))
     inside = sum(_active(spec, model) for spec in specs if spec.role == "matrix")
@@ -80,7 +80,7 @@ def product_parameters(model: Architecture) -> int:
 
 
 def _active(spec: ParamSpec, model: Architecture) -> int:
-    """Of an array with a matrix for each expert, the part that one token meets."""
+    """Returns the elements of an array that one token uses: its active experts' matrices, or the whole array."""
     if any(axis == "experts" and _counts_matrices(spec, i) for i, axis in enumerate(spec.axes)):
         return spec.size // model.experts * model.experts_per_token
     return spec.size
@@ -91,15 +91,15 @@ def _pair_flops(model: Architecture) -> int:
 
 
 def forward_flops(model: Architecture, sequences: int, length: int) -> int:
-    """Executed by one forward pass with every pair multiplied, the head included."""
+    """Returns the executed FLOPs of one forward pass with every pair multiplied, the head included."""
     products = 2 * product_parameters(model) * sequences * length
     return products + sequences * model.layers * _pair_flops(model) * length * length
 
 
 def model_flops_per_token(model: Architecture, sequence_length: int, lora: Lora = NO_LORA) -> float:
-    """Model FLOPs of a trained token, forward and backward, for utilisation: 6 · N and visible attention.
+    """Returns the model FLOPs per trained token, forward and backward, for utilisation: 6 · N plus visible attention.
 
-    Beside adapters, which are trained, N has no gradient of its own: 4 · N.
+    With adapters only the adapters are trained: the N frozen weights have no gradients, and count 4 · N.
     """
     pairs = sum(visible_pairs(model, kind, sequence_length) for kind in kinds(model))
     attention, products = _pair_flops(model) * pairs / sequence_length, 2 * product_parameters(model)
@@ -111,27 +111,27 @@ def model_flops_per_token(model: Architecture, sequence_length: int, lora: Lora 
 
 
 def train_step(model: Architecture, config: Config, policy_name: str, platform: str = "gpu") -> Work:
-    """`step` of a run.
+    """Returns the work of one update of a run on one device; see `step`.
 
     Args:
+      policy_name: Precision policy: fp32 | bf16 | fp16 | bf16_pure.
       platform: cpu | gpu | tpu.
     """
     return step(run_lib.make(model, config, policy_name, platform))
 
 
 def step(run: TrainingRun) -> Work:
-    """One update on one device.
+    """Returns the work of one update on one device.
 
-    Each product has two in the backward pass, one for each of its factors; one with a frozen weight has one. What a
-    remat policy does not keep and the backward pass needs is made once more (`ledger.dataflow`), and the scores of
-    chunked attention for each chunk's gradients; so is what kernels of attention make again for theirs
-    (`Block.flops_of_scores`). The head's gradients are taken where its logits are, so it is never computed again.
-    `tensor` divides the products, the router's and the second of each adapter aside, and `replica` and `data` the
-    tokens.
+    FLOPs: each matmul has two in the backward pass, one per factor; with a frozen weight, one. Recomputed are the
+    values that a remat policy does not keep and the backward pass needs (`exact.block_graph`), the scores of chunked
+    attention for each chunk's gradients, and what attention kernels recompute for theirs (`Block.flops_of_scores`). The
+    head's gradients are computed while its logits exist, so the head is never recomputed. `tensor` divides the matmuls,
+    except the router's and the second of each adapter; `replica` and `data` divide the tokens.
 
-    The bytes are: weights read in each pass of each micro-batch, and cast once from their masters; their gradients
-    written and read; activations as `_activation_bytes` says; the logits and their gradient written and read; and by
-    the optimizer, gradients and weights read, weights written, and its slots read and written.
+    Bytes: weights read in each pass of each micro-batch, and cast once from their masters; their gradients written and
+    read; activations as in `_activation_bytes`; the logits and their gradient written and read; and for the optimizer,
+    gradients and weights read, weights written, and its slots read and written.
     """
     accumulate = run.config.train.accumulate
     forward = run.model.layers * block(run).flops + head_flops(run)
@@ -159,10 +159,10 @@ def step(run: TrainingRun) -> Work:
 
 @functools.lru_cache(maxsize=4096)
 def _optimizer_flops(name: str, layout: Layout) -> int:
-    """Of the products of one update on one device: Muon's, 0 of all others.
+    """Returns the matmul FLOPs of one optimizer update on one device: Muon's; 0 for all other optimizers.
 
-    A step of Newton and Schulz's iteration multiplies a matrix X of m ≤ n: A = X·Xᵀ, A·A, and a polynomial of A with X
-    (Jordan 2024); there are five. A device has its share of them, at best: how the partitioner splits them is its own.
+    A Newton-Schulz step multiplies a matrix X of size m ≤ n: A = X·Xᵀ, A·A, and a polynomial of A with X (Jordan 2024);
+    there are five steps. At best, a device computes its shard of them: how they are sharded is up to the partitioner.
     """
     if name != "muon":
         return 0
@@ -179,31 +179,36 @@ def _optimizer_flops(name: str, layout: Layout) -> int:
 
 
 def _counts_matrices(spec: ParamSpec, dimension: int) -> bool:
-    """Whether a dimension numbers matrices that stand on their own: layers, and experts."""
+    """Returns whether a dimension enumerates independent matrices: layers or experts."""
     axis = spec.axes[dimension]
     return axis == "layers" or (axis == "experts" and dimension < min(spec.fan_in))
 
 
 def head_flops(run: TrainingRun) -> int:
-    """Of the logits of one micro-batch on one device."""
+    """Returns the forward FLOPs of the logits of one micro-batch on one device."""
     return 2 * run.tokens * head_numbers(run)
 
 
 def grouped_layers(run: TrainingRun) -> int:
-    """Layers in the groups of `sqrt`, which run once more as a whole: a loop, out of which nothing is left."""
+    """Returns the number of layers in the groups of `sqrt`, which are recomputed as a whole.
+
+    A group runs in a loop, from which nothing can be left out.
+    """
     return run.model.repeats * len(run.model.pattern) if run.group_size > 1 else 0
 
 
 def recomputed_flops(run: TrainingRun) -> int:
-    """Executed a second time for the backward pass of one micro-batch, on one device."""
+    """Returns the FLOPs recomputed for the backward pass of one micro-batch on one device."""
     one = block(run)
     return run.model.layers * one.flops_again(run.remat.kept) + grouped_layers(run) * one.flops
 
 
 def _activation_bytes(run: TrainingRun) -> int:
-    """Of the blocks of one micro-batch: what a block computes is written and read once whenever it is computed, and so
-    are its gradients; the backward pass reads what it needs of it. A value that several need is read once, and no
-    value is fused away."""
+    """Returns the bytes read and written for the block activations of one micro-batch.
+
+    The values of a block are written and read once each time they are computed, and so are their gradients; the
+    backward pass also reads what it needs of them. A value with several readers is read once. No value is fused away.
+    """
     one = block(run)
     values = _block_bytes(one)
     again = sum(value.bytes for value in one.made_again(run.remat.kept).values())
@@ -212,15 +217,15 @@ def _activation_bytes(run: TrainingRun) -> int:
 
 
 def _block_bytes(one: Block) -> int:
-    """Of the values that a block makes: its input is the output of the block before."""
+    """Returns the bytes of the values that a block computes; its input is the previous block's output."""
     return sum(value.bytes for name, value in one.values.items() if name != BLOCK_INPUT)
 
 
 def prefill(model: Architecture, batch: int, tokens: int, weight_dtype: str, cache_dtype: str) -> Work:
-    """Taking in a prompt of so many tokens in one call; only the last token of each goes through the head.
+    """Returns the work of prefilling `tokens` prompt tokens of each of `batch` sequences in one call.
 
-    Executed FLOPs: all pairs of two tokens are multiplied. The bytes are the weights', read once, and the keys and
-    values that are written; activations are left out.
+    Only the last token of each sequence goes through the head. Executed FLOPs: all query-key pairs are multiplied.
+    Bytes: the weights, read once, and the keys and values, written once; activations are not counted.
     """
     head = 2 * model.vocab_size * model.width
     flops = forward_flops(model, batch, tokens) - head * batch * (tokens - 1)
@@ -230,9 +235,9 @@ def prefill(model: Architecture, batch: int, tokens: int, weight_dtype: str, cac
 
 
 def decode_token(model: Architecture, batch: int, length: int, weight_dtype: str, cache_dtype: str) -> Work:
-    """One more token for each of `batch` sequences of `length` tokens: all weights and all keys are read.
+    """Returns the work of one new token for each of `batch` sequences of `length` tokens: reads all weights and keys.
 
-    Executed FLOPs: each new token with every slot of the cache.
+    Executed FLOPs: each new token attends to every slot of the cache.
     """
     slots = sum(cache_slots(model, kind, length) for kind in kinds(model))
     flops = batch * (2 * product_parameters(model) + _pair_flops(model) * slots)
@@ -241,15 +246,17 @@ def decode_token(model: Architecture, batch: int, length: int, weight_dtype: str
 
 
 def _cache_bytes(model: Architecture, batch: int, length: int, dtype: str) -> int:
-    """Of the keys and values of sequences of so many tokens, and their scales; a sliding layer has its window's."""
+    """Returns the bytes of the KV cache and its scales; a sliding layer caches its window only."""
     itemsize, scale = formats.cache_itemsize(dtype)
     slots = sum(cache_slots(model, kind, length) for kind in kinds(model))
     return 2 * batch * slots * model.kv_heads * (model.head_dim * itemsize + scale)
 
 
 def _weight_bytes(model: Architecture, tokens: int, dtype: str) -> int:
-    """Weights that so many tokens read, with their scales: of the experts at most those there are, of the embeddings
-    their rows."""
+    """Returns the bytes of weights, with their scales, that `tokens` tokens read.
+
+    Each expert counts at most once. Embeddings count the rows that are looked up; a tied table also counts as the head.
+    """
     stored, total = formats.named(dtype), 0
     for spec in leaves(param_specs(model)):
         size = stored.numbers_bytes(spec) + stored.scale_bytes(spec)

@@ -1,6 +1,6 @@
-"""The memory of inference in closed form: weights, KV cache, and what prefill and a decoded token need.
+"""Memory of inference in closed form: weights, KV cache, and the workspaces of prefill and of one decode step.
 
-Exact: the persistent phase. Approximate: the workspaces of prefill and decode (`ledger.inference_workspaces`).
+Exact: the persistent phase. Approximate: the workspaces of prefill and decode (`fitted.infer.workspaces`).
 """
 
 from jaxllm.config import Architecture
@@ -15,8 +15,8 @@ from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Ledger, Row
 from jaxllm.model.specs import cache_slots, cache_specs, param_specs
 
-# A row's place in the decode state beside the tokens seen: length, reason, next token, tokens made and their limit
-# (int32), 16 end ids, six sampling numbers, a key of two words, and a flag.
+# Bytes per sequence of the decode state, besides the mask of tokens seen: length, finish reason, next token, generated
+# tokens and their limit (int32), 16 end ids, six sampling parameters, a two-word PRNG key, and a flag.
 TOKEN = 4
 ROW_BYTES = 5 * 4 + 16 * 4 + 6 * 4 + 2 * 4 + 1
 
@@ -34,21 +34,22 @@ def inference(
     use_cache: bool = True,
     vector_memory: int = 0,
 ) -> Ledger:
-    """The bill of decoding on one device.
+    """Returns the memory bill of decoding on one device.
 
     Args:
-      batch: sequences at a time.
-      capacity: tokens a sequence may have, prompt and text together.
-      chunk: prompt tokens of each sequence that one prefill call takes.
-      weight_dtype: of `formats.FORMATS`, or the long name of a dtype.
-      cache_dtype: of `formats.CACHE_FORMATS`, likewise.
-      name: of the model, for the ledger.
+      batch: Number of sequences decoded at a time.
+      capacity: Maximum tokens per sequence, prompt and generated text together.
+      chunk: Prompt tokens of each sequence per prefill call.
+      weight_dtype: Weight format, from `formats.FORMATS`, or the long name of a dtype.
+      cache_dtype: KV cache format, from `formats.CACHE_FORMATS`, or the long name of a dtype.
+      name: Name of the model, for the ledger.
       platform: cpu | gpu | tpu.
-      prompt_logprobs: whether prompts are scored: the log-probabilities of every token of a chunk.
-      use_cache: False runs the whole forward pass for every token, and keeps the tokens in the cache's place.
-      vector_memory: of a TPU, as of `devices.Device.vector_memory`; 0 counts all arrays in its main memory.
+      prompt_logprobs: Whether prompts are scored: log-probabilities of every token of a chunk.
+      use_cache: False runs the whole forward pass for every token, and stores the tokens instead of a cache.
+      vector_memory: Bytes of a TPU's vector memory, as `Device.vector_memory`; 0 counts all arrays in main memory.
+
     Raises:
-      UserError: no such format.
+      UserError: A format is unknown.
     """
     made = [
         *weight_rows(model, weight_dtype),
@@ -69,14 +70,14 @@ def inference(
 
 
 def _attention_line(model: Architecture, held: tuple[str, ...], platform: str) -> str:
-    """Which code computes attention of prompts and of new tokens, and why."""
+    """Returns a line that names the attention implementations of prompts and of new tokens, with the reason."""
     dtypes = ("float16" if name == "fp16" else name for name in held)
     of_tokens = attention_choice.decoding(platform, model.head_dim, *dtypes)
     return f"attention: of prompts xla, chunk by chunk; of new tokens {of_tokens.implementation} ({of_tokens.why})"
 
 
 def weight_rows(model: Architecture, weight_dtype: str) -> list[Row]:
-    """The weights in a format, and its scales, where it has any."""
+    """Returns a row for the weights in a format, and one for its scales if it has any."""
     specs, stored = leaves(param_specs(model)), formats.named(weight_dtype)
     size = sum(map(stored.numbers_bytes, specs))
     count = sum(spec.size for spec in specs)
@@ -93,7 +94,10 @@ def weight_rows(model: Architecture, weight_dtype: str) -> list[Row]:
 
 
 def cache_rows(model: Architecture, batch: int, capacity: int, cache_dtype: str) -> list[Row]:
-    """A row for each kind of layer: 2 · layers · kv_heads · head_dim · bytes a token and sequence; and its scales."""
+    """Returns the KV cache rows, one per kind of layer, and their scales.
+
+    Bytes per token and sequence: 2 · layers · kv_heads · head_dim · itemsize.
+    """
     kinds = [*model.pattern * model.repeats, *model.tail]
     itemsize, scale = formats.cache_itemsize(cache_dtype)
     made, numbers = [], 0
@@ -113,7 +117,7 @@ def cache_rows(model: Architecture, batch: int, capacity: int, cache_dtype: str)
 
 
 def _tokens(batch: int, capacity: int) -> list[Row]:
-    """What stands in for the cache where there is none."""
+    """Returns the row of the token buffer that replaces the KV cache when decoding without one."""
     size = batch * capacity * TOKEN
     return [rows.row("tokens so far", "decode state", PERSISTENT, f"{batch} × {capacity:,} × {TOKEN} B", size)]
 
@@ -129,9 +133,9 @@ def _state(model: Architecture, batch: int) -> list[Row]:
 
 
 def _scoring(model: Architecture, batch: int, chunk: int) -> list[Row]:
-    """What a prompt's log-probabilities take while a chunk of it is scored: float32, of the whole vocabulary.
+    """Returns the row of a prompt chunk's log-probabilities: float32, over the whole vocabulary.
 
-    They are made in the place of their logits.
+    They are computed in place of the chunk's logits.
     """
     size = batch * chunk * model.vocab_size * FLOAT32
     formula = f"{batch} × {chunk:,} tokens × {model.vocab_size:,} × 4 B"

@@ -1,13 +1,13 @@
-"""The least time that work takes on a device: of each resource the time it is busy, and the longest of them.
+"""Roofline: the least time that work takes on a device, from the busy time of each resource.
 
-    compute        executed FLOPs over the peak of the dtype that multiplies
-    bandwidth      bytes moved in device memory, over its bandwidth
-    interconnect   bytes sent to other devices in rings, over links that lie within a host (or a TPU's slice) or between
-    host link      bytes to or from host memory, the busier direction, over what joins host and device
+    compute        executed FLOPs / peak FLOP/s of the matmul dtype
+    bandwidth      bytes read and written in device memory / memory bandwidth
+    interconnect   bytes sent to other devices in rings / rate of links within a host (or TPU slice) or between hosts
+    host link      bytes to or from host memory, the busier direction / rate of the link between host and device
 
-At best all four run at once, so the bound is their maximum (Williams, Waterman & Patterson 2009, with two resources
-more). It is a bound from below: no program is faster, and most are slower. FLOPs are executed ones, with recomputation
-and with the masked pairs that the program's attention multiplies.
+At best all four overlap completely, so the bound is their maximum (Williams, Waterman & Patterson 2009, with two more
+resources). It is a lower bound: no program is faster, and most are slower. FLOPs are executed ones, including
+recomputation and the masked pairs that the program's attention multiplies.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from jaxllm.ledger.formula.flops import EXECUTED, Work
 from jaxllm.ledger.rows import Unknown, figure_to_json
 
 COMPUTE, BANDWIDTH, INTERCONNECT, HOST_LINK = "compute", "bandwidth", "interconnect", "host link"
-# Policy of precision -> dtype of the inputs of its products.
+# Precision policy -> dtype of matmul inputs.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Least times of one program on one device.
+    """Lower bounds on the time of one program on one device.
 
     Attributes:
-      work: FLOPs and bytes.
-      seconds_of: resource -> seconds it is busy, of the resources that are used and whose rate is known.
-      unknown: "" where all of them are known; else which is not, of which device.
+      work: FLOPs and bytes of the program.
+      seconds_of: Resource -> busy seconds, for resources that are used and whose rate is known.
+      unknown: The rate that is unknown, and its device; "" if all are known.
     """
 
     work: Work
@@ -46,16 +46,16 @@ class Roofline:
 
     @property
     def seconds(self) -> float | Unknown:
-        """The least time, all resources overlapped."""
+        """Lower bound on the time, in seconds, with all resources overlapped."""
         return Unknown(self.unknown) if self.unknown else max(self.seconds_of.values())
 
     @property
     def bound(self) -> str | Unknown:
-        """The resource that sets it."""
+        """The resource with the longest busy time, which sets the bound."""
         return Unknown(self.unknown) if self.unknown else max(self.seconds_of, key=self.seconds_of.__getitem__)
 
     def to_json(self) -> dict[str, Any]:
-        """The ledger JSON's "compute"."""
+        """Returns the "compute" object of the ledger JSON."""
         return {
             "flops": self.work.flops,
             "flops_of": dict(self.work.flops_of),
@@ -70,10 +70,12 @@ class Roofline:
 
 
 def train_step(run: TrainingRun, device: Device) -> Roofline:
-    """One update on one of `setting.devices` of a kind: 8 GPUs to a host, and TPUs in one slice while there are any.
+    """Returns the roofline of one update, on one of the run's devices, which are all of one kind.
+
+    GPU hosts have 8 devices; TPUs are in one slice, up to the largest slice of their kind.
 
     Raises:
-      UserError: an array cannot be split as the mesh wants it.
+      UserError: An array cannot be sharded as the mesh requires.
     """
     sent = 0.0
     missing = ""
@@ -83,7 +85,7 @@ def train_step(run: TrainingRun, device: Device) -> Roofline:
             missing = f"the rate between {'hosts' if device.interconnect else 'devices'} of {device.name}"
         else:
             sent += transfer.ring_bytes / rate
-    link = 0 if device.platform == "cpu" else host_link_bytes(run)  # a CPU's memory is its host's
+    link = 0 if device.platform == "cpu" else host_link_bytes(run)  # a CPU's memory is host memory
     seconds = {INTERCONNECT: sent} if sent and not missing else {}
     if link and device.host_link:
         seconds[HOST_LINK] = link / device.host_link
@@ -95,11 +97,12 @@ def train_step(run: TrainingRun, device: Device) -> Roofline:
 def prefill(
     model: Architecture, batch: int, tokens: int, weight_dtype: str, cache_dtype: str, device: Device, dtype: str
 ) -> Roofline:
-    """Taking in a prompt of so many tokens for each of `batch` sequences in one call, on one device.
+    """Returns the roofline of prefilling `tokens` prompt tokens for `batch` sequences in one call, on one device.
 
     Args:
-      weight_dtype, cache_dtype: as they are stored, by the names of `ledger.formats`.
-      dtype: of the products: float32 | bfloat16 | float16.
+      tokens: Prompt tokens of each sequence.
+      weight_dtype, cache_dtype: Storage formats, by the names of `exact.formats`.
+      dtype: Dtype of the matmuls: float32 | bfloat16 | float16.
     """
     return _roofline(flops.prefill(model, batch, tokens, weight_dtype, cache_dtype), device, dtype)
 
@@ -107,14 +110,14 @@ def prefill(
 def decode_token(
     model: Architecture, batch: int, length: int, weight_dtype: str, cache_dtype: str, device: Device, dtype: str
 ) -> Roofline:
-    """One more token for each of `batch` sequences of `length` tokens, on one device; arguments as `prefill`."""
+    """Returns the roofline of one new token for `batch` sequences of `length` tokens; arguments as for `prefill`."""
     return _roofline(flops.decode_token(model, batch, length, weight_dtype, cache_dtype), device, dtype)
 
 
 def _roofline(
     work: Work, device: Device, dtype: str, seconds_of: Mapping[str, float] | None = None, missing: str = ""
 ) -> Roofline:
-    """Compute and bandwidth beside what is given; `missing` is a rate that is not known."""
+    """Adds compute and bandwidth to the given resources; `missing` names a rate that is unknown."""
     peak = device.peak(dtype)
     seconds = {}
     if peak is None:
@@ -129,11 +132,11 @@ def _roofline(
 
 
 def ring_rate(transfer: Transfer, mesh: dict[str, int], device: Device) -> float | None:
-    """Bytes/s that each device can send in a transfer; None where that is not known.
+    """Returns the bytes/s that each device can send in a transfer; None if the rate is unknown.
 
-    The last axis of the mesh is innermost, so that its devices are next to each other (`parallel.mesh.make_mesh`). A
-    ring within `device.link_domain` devices runs at the interconnect's rate. A larger one has as many rings side by side
-    as it has devices in each link domain, each through another network card.
+    The last mesh axis is innermost, so its devices are adjacent (`parallel.mesh.make_mesh`). A ring within
+    `device.link_domain` devices runs at the interconnect's rate. A larger collective runs as many rings in parallel as
+    it has devices in each link domain, each through a separate network card.
     """
     inside = _members_inside(transfer.axes, mesh, device.link_domain)
     if inside == transfer.devices:
@@ -145,23 +148,23 @@ def ring_rate(transfer: Transfer, mesh: dict[str, int], device: Device) -> float
 
 
 def _members_inside(axes: Sequence[str], mesh: dict[str, int], link_domain: int) -> int:
-    """Of the devices along some axes that communicate with one another, those that are in one link domain."""
+    """Returns how many of the devices that communicate along `axes` are in one link domain."""
     if math.prod(mesh.values()) <= link_domain:
         return math.prod(mesh[axis] for axis in axes)
     inside, stride = 1, 1
     for axis, size in reversed(mesh.items()):
         if axis in axes and stride < link_domain:
-            # Rings that do not fill link domains evenly are set by the domain with the fewest of their devices.
+            # If rings fill link domains unevenly, the domain with the fewest of their devices sets the rate.
             inside *= math.gcd(size, link_domain // stride)
         stride *= size
     return inside
 
 
 def host_link_bytes(run: TrainingRun) -> int:
-    """Bytes of one step between one device and its host, in the busier direction.
+    """Returns the bytes per step between one device and its host, in the busier direction.
 
-    What the optimizer keeps in host memory comes in and goes back once an update; activations that are offloaded go
-    out in the forward pass of each micro-batch, and come in for its backward pass.
+    Optimizer state in host memory is copied in and back once per update. Offloaded activations are copied out in the
+    forward pass of each micro-batch and back in for its backward pass.
     """
     return sum(_offloaded(run))
 

@@ -1,11 +1,11 @@
-"""The memory of a training run in closed form, without a trace; that of inference is `ledger.inference`.
+"""Memory of a training run in closed form, without a trace; `inference_memory` is its counterpart for inference.
 
-Exact: every row of the persistent phase and of the host's memory (`ledger.states`), the batch, the copies that
-compute, the gradients and their accumulator, and what waits for the backward pass (`ledger.activations`). Approximate:
-the workspaces, which are the compiler's choice (`ledger.xla`). The tests hold the peak that they make against
-XLA's.
+Exact: every row of the persistent phase and of host memory (`exact.state`), the batch, the compute copies of weights,
+the gradients and their accumulator, and the saved activations (`exact.activations`). Approximate: the workspaces,
+which depend on the compiler (`fitted.train`). The tests compare the resulting peak with XLA's.
 
-Only the configuration, the specs and the mesh's rules are read, never the model's code, so that agreement is evidence.
+Only the configuration, the parameter specs and the mesh rules are read, never the model's code, so agreement with the
+compiled program is evidence.
 """
 
 import jax
@@ -23,14 +23,15 @@ def leaves(specs: object) -> list[ParamSpec]:
 
 
 def training(model: Architecture, config: Config, policy_name: str, platform: str = "cpu") -> Ledger:
-    """The bill of a training run, in bytes on each of its devices: as many as the mesh's axes make together.
+    """Returns the memory bill of a training run, in bytes per device; the devices are all those of the mesh.
 
     Args:
-      policy_name: of precision: fp32 | bf16 | fp16 | bf16_pure.
-      platform: cpu | gpu | tpu. XLA's CPU backend multiplies no bfloat16 numbers and no ragged groups: it makes
-        both from plain float32 products.
+      policy_name: Precision policy: fp32 | bf16 | fp16 | bf16_pure.
+      platform: cpu | gpu | tpu. XLA's CPU backend has no bfloat16 matmuls and no ragged (grouped) matmuls: it builds
+        both from plain float32 matmuls.
+
     Raises:
-      UserError: an array cannot be split as the mesh wants it, or attention not be computed as the configuration says.
+      UserError: An array cannot be sharded as the mesh requires, or attention cannot be computed as configured.
     """
     run = run_lib.make(model, config, policy_name, platform)
     made = (*state_rows(run), *step_rows(run))

@@ -1,1 +1,1 @@
-"""The ledger for people: terminal tables, sentences, a PNG and an HTML page."""
+"""User-facing output of the ledger: terminal tables, sentences, a PNG and an HTML page."""

@@ -1,4 +1,4 @@
-"""Training beside inference: what each holds and does, of one model on one kind of device."""
+"""Comparison of training and inference of one model on one kind of device: memory, fit and work."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ _UNITS = {"train": "a step", "infer": "a token of each sequence"}
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One quantity of both tasks, in words; "–" where a task has none of it."""
+    """One quantity of both tasks, as text; "–" if a task has none of it."""
 
     name: str
     train: str
@@ -19,7 +19,7 @@ class Line:
 
 
 def lines(train: Ledger, infer: Ledger) -> tuple[Line, ...]:
-    """The table: what is held where each device is fullest, whether it fits, and the work."""
+    """Returns the comparison table: memory at each peak by group, whether it fits, and the work."""
     both = (train, infer)
     held = [view.at_peak(ledger) for ledger in both]
 

@@ -1,10 +1,10 @@
-"""A bill in few words for pictures and comparisons: its rows by group, in each phase of a step or a request."""
+"""Aggregation of a bill for plots and comparisons: bytes by group, in each phase of a step or a request."""
 
 import dataclasses
 
 from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Row
 
-# Group -> kinds of rows. What no group names is in the last.
+# Group -> kinds of rows. Kinds that no group lists belong to the last.
 GROUPS: dict[str, tuple[str, ...]] = {
     "weights": ("weights", "master weights", "gathered parameters"),
     "gradients": ("gradients", "gradient accumulator"),
@@ -15,7 +15,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "workspace": (),
 }
 REST = "workspace"
-# Group -> colour. Okabe & Ito 2008: told apart with any colour vision, on white and on black.
+# Group -> colour. Okabe & Ito 2008: distinguishable with any colour vision, on white and on black.
 COLOURS: dict[str, str] = {
     "weights": "#0072b2",
     "gradients": "#d55e00",
@@ -29,11 +29,11 @@ COLOURS: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What lives in one phase on one device.
+    """Memory of one device in one phase, by group.
 
     Attributes:
-      name: of `rows.PHASES`; persistent is what lives between steps or requests.
-      groups: group -> bytes, persistent ones included; of GROUPS in their order, without those that are empty.
+      name: one of `rows.PHASES`; "persistent" is the memory kept between steps or requests.
+      groups: group -> bytes, persistent memory included, in the order of GROUPS; empty groups are absent.
     """
 
     name: str
@@ -45,19 +45,19 @@ class Phase:
 
 
 def group_of(row: Row) -> str:
-    """The group of a row's kind."""
+    """Returns the group that a row's kind belongs to."""
     return next((group for group, kinds in GROUPS.items() if row.kind in kinds), REST)
 
 
 def phases(ledger: Ledger) -> tuple[Phase, ...]:
-    """What persists, then each phase that has rows, in the order a step or a request runs through them."""
+    """Returns the persistent phase, then each phase with rows, in execution order."""
     present = {row.phase for row in ledger.rows}
     names = [name for name in PHASES if name in present and name not in (PERSISTENT, HOST)]
     return tuple(Phase(name, _groups(ledger, {PERSISTENT, name})) for name in (PERSISTENT, *names))
 
 
 def at_peak(ledger: Ledger) -> dict[str, int]:
-    """Group -> bytes where the device is fullest; their sum is the peak."""
+    """Returns group -> bytes in the peak phase; their sum is the peak."""
     return _groups(ledger, {PERSISTENT, ledger.peak_phase})
 
 

@@ -1,4 +1,4 @@
-"""The bill as a picture (PNG): memory by kind in each phase, and over a step or a request, below the capacity."""
+"""PNG plot of a bill: memory by kind in each phase, and over a step or a request, against the capacity."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -9,35 +9,39 @@ from jaxllm.ledger.report import groups
 from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown, format_bytes
 
 _INK, _QUIET, _LIMIT = "#16191d", "#5b6470", "#b3380b"
-_WIDTH = 11.0  # inches, at 150 dots each
+_WIDTH = 11.0  # inches, at 150 dpi
 _TITLES = {"train": "Training", "infer": "Inference"}
 
 
 def require() -> None:
-    """Matplotlib is there.
+    """Checks that Matplotlib is installed.
 
     Raises:
-      UserError: it is not installed.
+      UserError: Matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("--png needs Matplotlib, which is not installed: pip install 'jaxllm[plots]'")
 
 
 def write(ledgers: Sequence[Ledger], path: str) -> None:
-    """Draws the bills one below the other.
+    """Writes a PNG of the bills, one below the other, to `path`.
 
     Raises:
       UserError: Matplotlib is not installed.
     """
     figure = draw(ledgers)
-    # Without the version of the library, so that the same bill is the same bytes.
+    # Omit the Matplotlib version, so the same bill gives the same bytes.
     figure.savefig(path, format="png", dpi=150, metadata={"Software": None})
 
 
 def draw(ledgers: Sequence[Ledger]) -> Any:
-    """The figure, of matplotlib."""
+    """Returns a Matplotlib figure of the bills, one below the other.
+
+    Raises:
+      UserError: Matplotlib is not installed.
+    """
     require()
-    from matplotlib.figure import Figure  # an extra
+    from matplotlib.figure import Figure  # optional dependency
 
     heights = [max(2.6, 0.52 * len(groups.phases(ledger)) + 1.3) for ledger in ledgers]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 1.25 * len(ledgers)), facecolor="white")
@@ -76,14 +80,14 @@ def _cut(text: str, most: int) -> str:
 
 
 def _scale(ledger: Ledger) -> tuple[float, str, float | None]:
-    """(bytes of the axis's unit, its name, capacity in it where it is known)."""
+    """Returns (bytes of the axis's unit, its name, capacity in that unit or None if unknown)."""
     size, unit = (2**30, "GiB") if ledger.peak_bytes >= 2**29 else (2**20, "MiB")
     capacity = ledger.capacity_bytes
     return size, unit, None if isinstance(capacity, Unknown) else capacity / size
 
 
 def _far(ledger: Ledger) -> bool:
-    """Whether the capacity is so far above the peak that a picture of both would show no bill."""
+    """Returns True if the capacity is above 8 times the peak; the bars would be too small beside it."""
     capacity = ledger.capacity_bytes
     return not isinstance(capacity, Unknown) and capacity > 8 * ledger.peak_bytes
 

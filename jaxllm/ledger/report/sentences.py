@@ -1,4 +1,4 @@
-"""Sentences of a bill for people: whether it fits, and how long its work takes at least."""
+"""User-facing sentences of a bill: whether it fits, and the least time of its work."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,13 @@ from jaxllm.ledger.rows import PERSISTENT, Ledger, Row, Unknown, figure_from_jso
 
 
 class Footnotes:
-    """Numbers the reasons of unknown figures, each once."""
+    """Numbered footnotes with the reasons of unknown figures, each reason once."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
     def mark(self, figure: Any, text: str) -> str:
-        """The text of a figure, or `unknown` with the number of its reason."""
+        """Returns `text`, or `unknown` with the number of its reason if the figure is unknown."""
         if not isinstance(figure, Unknown):
             return text
         if figure.why not in self.reasons:
@@ -26,11 +26,11 @@ def _told(notes: Footnotes | None, figure: Unknown) -> str:
 
 
 def verdict(ledger: Ledger, notes: Footnotes | None = None, held_back: int = 0) -> str:
-    """One sentence: fits or does not, with peak, capacity and what is left or lacking.
+    """Returns a sentence that says whether the bill fits, with peak, capacity, and the bytes free or missing.
 
     Args:
-      notes: where to put the reason of an unknown capacity; without them it stands in the sentence.
-      held_back: bytes of the device's memory that its backend keeps from programs (`hardware.spec.Device.held_back`).
+      notes: collects the reason of an unknown capacity; without it the reason is in the sentence.
+      held_back: bytes of device memory that the backend reserves (`hardware.spec.Device.held_back`).
     """
     need, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
     if isinstance(capacity, Unknown):
@@ -45,14 +45,14 @@ def verdict(ledger: Ledger, notes: Footnotes | None = None, held_back: int = 0) 
 
 
 def told_parameters(ledger: Ledger) -> str:
-    """How many there are, and how many of them are trained where that is not all."""
+    """Returns the number of parameters as text, with the number of trained ones if not all are."""
     if ledger.trained in (None, ledger.parameters):
         return f"{ledger.parameters:,} parameters"
     return f"{ledger.parameters:,} parameters ({ledger.trained:,} trained)"
 
 
 def work(compute: Mapping[str, Any], notes: Footnotes | None = None) -> str:
-    """One sentence: FLOPs, bytes, and the roofline."""
+    """Returns a sentence with FLOPs, bytes moved, and the roofline time and bound."""
     seconds, bound = figure_from_json(compute["roofline_seconds"]), figure_from_json(compute["bound"])
     if isinstance(seconds, Unknown):
         least = f"the least time is {_told(notes, seconds)}"
@@ -62,14 +62,14 @@ def work(compute: Mapping[str, Any], notes: Footnotes | None = None) -> str:
 
 
 def largest(ledger: Ledger, count: int = 3) -> tuple[Row, ...]:
-    """The rows that make most of the peak, the largest first."""
+    """Returns the `count` largest rows of the peak, the largest first."""
     phases = {PERSISTENT, ledger.peak_phase}
     there = [row for row in ledger.rows if row.phase in phases and row.bytes_per_device]
     return tuple(sorted(there, key=lambda row: -row.bytes_per_device)[:count])
 
 
 def largest_first(ledger: Ledger) -> str:
-    """One sentence: the rows to lessen first, with their shares of the peak."""
+    """Returns a sentence with the largest rows, which to reduce first, and their percentages of the peak."""
     told = (
         f"{row.name} {format_bytes(row.bytes_per_device)} ({row.bytes_per_device / ledger.peak_bytes:.0%})"
         for row in largest(ledger)

@@ -1,4 +1,4 @@
-"""The ledger on a terminal: tables of at most 100 columns. An unknown figure has a footnote that says why."""
+"""Terminal output of the ledger: tables of at most 100 columns. A footnote gives the reason of each unknown figure."""
 
 from rich import box
 from rich.console import Console
@@ -16,12 +16,12 @@ _BYTES_WIDTH, _PERCENT_WIDTH, _GAP = len("1,023.99 MiB"), len("100"), 2
 
 
 def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
-    """What persists, what the fullest phase adds, their sum, and whether the device holds it."""
+    """Prints the persistent rows, the rows of the peak phase, their sum, and whether it fits the device."""
     notes = Footnotes()
     title = f"ledger: {ledger.task} {ledger.model}, {told_parameters(ledger)}, {ledger.count} × {device.name}"
     table = _table(title)
     width = min(WIDTH, console.width)
-    # Names and figures stay on one line. At 80 columns only arithmetic of more than some 27 characters goes on below.
+    # Names and figures stay on one line. At 80 columns only arithmetic longer than about 27 characters wraps.
     names = max(len(row.name) for row in ledger.rows)
     table.add_column("memory of one device", no_wrap=True, min_width=names)
     table.add_column("how", overflow="fold", max_width=width - names - _BYTES_WIDTH - _PERCENT_WIDTH - 3 * _GAP)
@@ -62,7 +62,7 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
 
 
 def show_comparison(train: Ledger, infer: Ledger, console: Console) -> None:
-    """What training and inference hold and do, side by side."""
+    """Prints memory and work of training and inference side by side."""
     table = _table(f"training beside inference: {train.model}, memory of one device where it is fullest")
     table.add_column("", no_wrap=True)
     table.add_column("training", justify="right", overflow="fold")
@@ -73,7 +73,7 @@ def show_comparison(train: Ledger, infer: Ledger, console: Console) -> None:
 
 
 def show_reconciliation(result: Reconciliation, console: Console) -> None:
-    """All columns and the gap of the formula to each."""
+    """Prints all columns of a reconciliation and the relative gap of the formula to each."""
     notes = Footnotes()
     table = _table("reconciliation: bytes on one device, and (formula − column) / column")
     table.add_column("", no_wrap=True)
@@ -91,10 +91,10 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
 
 
 def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: Console) -> None:
-    """What the compiler told of a program: memory beside the formula's, collectives, and matrix products.
+    """Prints what the compiler reports of a program: memory beside the formula's, collectives, and matmuls.
 
     Args:
-      name: of the program; `prefill` and `decode` are held against the phase of that name.
+      name: name of the program; `prefill` and `decode` are compared with the phase of that name.
     """
     notes = Footnotes()
     need = ledger.persistent_bytes + ledger.phase_bytes(name) if name in PHASES else ledger.peak_bytes
@@ -122,7 +122,7 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
 
 
 def _compiled_verdict(inspection: Inspection, ledger: Ledger, notes: Footnotes) -> str:
-    """One sentence: whether the compiled program fits."""
+    """Returns a sentence that says whether the compiled program fits."""
     peak, capacity = inspection.figures["peak"], ledger.capacity_bytes
     for figure in (peak, capacity):
         if isinstance(figure, Unknown):

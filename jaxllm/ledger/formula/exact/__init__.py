@@ -1,1 +1,1 @@
-"""Arrays known to the byte: parameters, optimizer state, saved activations and their layout on devices."""
+"""Exact byte counts of arrays: parameters, optimizer state, saved activations, and their sharding over devices."""

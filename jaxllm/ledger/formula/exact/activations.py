@@ -1,9 +1,9 @@
-"""What waits for the backward pass of a micro-batch on each device, by the tags that blocks give: exact.
+"""Saved activations of a micro-batch on each device, per checkpoint tag: exact.
 
-A block keeps its input and, of the values that its backward pass reads, those that the remat policy keeps
-(`ledger.dataflow`). Outside the blocks there are the rotary angles, what the token lookup and the last norm need
-again, and the two gradients that the loss takes while its logits exist. The tests hold all of it, to the byte, against
-what JAX's own derivative of the program holds on to.
+A block saves its input and, of the values that its backward pass reads, those that the remat policy keeps
+(`exact.block_graph`). Saved outside the blocks: rotary angles, residuals of the token lookup and of the last norm, and
+the two gradients that the loss computes while its logits exist. The tests compare all of it, to the byte, with the
+residuals of JAX's derivative of the program.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ _BOOL = 1
 
 
 def kept_tags(run: TrainingRun) -> tuple[str, ...]:
-    """Tags that wait through the whole backward pass; under `sqrt` those of blocks that are in no group."""
+    """Returns the tags saved for the whole backward pass; under `sqrt`, those of blocks outside all groups."""
     return run.remat.kept
 
 
 def rows_between_passes(run: TrainingRun, phase: str) -> Iterator[Row]:
-    """A row for each tag, those in host memory too, and one for everything that is outside the blocks."""
+    """Yields one row per tag, those in host memory included, and the rows of values outside the blocks."""
     layers, remat, size = run.model.layers, run.remat, run.group_size
     one = block(run)
     grouped = run.model.repeats * len(run.model.pattern) if size > 1 else 0
@@ -44,15 +44,15 @@ def rows_between_passes(run: TrainingRun, phase: str) -> Iterator[Row]:
 
 
 def _outside(run: TrainingRun, phase: str) -> Iterator[tuple[str, int, int]]:
-    """(name, bytes a token, tokens)."""
+    """Yields (name, bytes per token, tokens) of each value saved outside the blocks."""
     model, tokens, own = run.model, run.tokens, run.tokens // run.tensor
     D = model.width
-    frozen = bool(run.layout.frozen)  # embeddings too: nothing of their lookup is read again
+    frozen = bool(run.layout.frozen)  # embeddings too: the backward pass reads nothing of their lookup
     if frozen:
         pass
     elif run.tensor == 1:
         yield "token ids", _INT32, tokens
-    else:  # beside the ids: which of them are this device's words
+    else:  # besides the ids, a mask of those in this device's shard of the vocabulary
         yield "token ids and whose they are", _INT32 + run.compute, tokens
     if model.positions == "learned" and frozen:
         pass
@@ -63,28 +63,28 @@ def _outside(run: TrainingRun, phase: str) -> Iterator[tuple[str, int, int]]:
         yield "rotary angles", kinds * model.rotated * FLOAT32, tokens
     if model.experts:
         yield "real tokens", _BOOL, tokens
-    # The last norm is in no block: its centred inputs, their scaled and squared forms, and two numbers a token. The
-    # scaled ones are for the gradient of its own scale. Its gradient is the first that the backward pass takes.
+    # The last norm is outside the blocks. It saves its centred inputs, their scaled and squared forms, and two elements
+    # per token. The scaled form is for the gradient of the norm's scale. The backward pass computes its gradient first.
     if phase != rows.BACKWARD:
         yield "final norm", (2 if frozen else 3) * D * FLOAT32 + 2 * FLOAT32, own
 
 
 def loss_gradients(run: TrainingRun) -> int:
-    """Numbers of the gradients that the loss takes on the way: of its inputs and of the head."""
+    """Returns the elements of the gradients that the loss computes early: of its inputs and of the head."""
     return run.tokens * run.model.width + head_gradient_numbers(run)
 
 
 def head_gradient_numbers(run: TrainingRun) -> int:
-    """Numbers of the gradient of the table that makes logits; 0 where it is frozen."""
+    """Returns the elements of the gradient of the head's table; 0 if it is frozen."""
     return 0 if run.layout.frozen else head_numbers(run)
 
 
 def head_table(run: TrainingRun) -> Parameter:
-    """The table that makes logits: the head, or the embeddings where they are tied."""
+    """Returns the table that computes the logits: the head, or the embeddings if they are tied."""
     name = "embed.tokens" if run.model.tied_embeddings else "head"
     return next(parameter for parameter in run.parameters if parameter.name == name)
 
 
 def head_numbers(run: TrainingRun) -> int:
-    """Of that table, as a device computes with it."""
+    """Returns the elements of the head's table that a device computes with."""
     return run.computing(head_table(run))

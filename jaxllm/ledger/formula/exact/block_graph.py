@@ -1,42 +1,43 @@
-"""What a transformer block computes from what: the one table behind kept activations and recomputed work.
+"""Values of a transformer block and their inputs: the table behind saved activations and recomputed work.
 
-With M tokens of a micro-batch on a device, t devices along `tensor`, c bytes a number in the compute dtype, X experts
-a token (1 where the MLP is dense):
+M is the tokens of a micro-batch on a device, t the devices along `tensor`, c the bytes per element of the compute
+dtype, X the experts per token (1 in a dense MLP):
 
-    value         made of                              products (FLOPs)     bytes
+    value         computed from                        matmuls (FLOPs)      bytes
     block_input                                                             M/t·D·c
     attn_norm     block_input                                               M/t·D·c
-    attn_inputs   attn_norm, gathered over `tensor`                         never kept
+    attn_inputs   attn_norm all-gathered over `tensor`                      never saved
     q, k, v       attn_inputs (q and k: before norm)   2·M·D·heads/t·H      M·heads/t·H·c   tag attn_qkv
-    attn_scores   q, k (kept with a soft cap only)     2·M·N/t·T·H          M·N/t·T·4
-    attn_probs    attn_scores (kept only whole)                             M·N/t·T·4
+    attn_scores   q, k (saved with a soft cap only)    2·M·N/t·T·H          M·N/t·T·4
+    attn_probs    attn_scores (saved unless chunked)                        M·N/t·T·4
     attn_context  attn_probs, v                        2·M·N/t·T·H          M·N/t·H·c
     attn_lse      the kernel, see below                                     M·N/t·4
     attn_out      attn_context                         2·M·N/t·H·D          M/t·D·c
     resid_mid     block_input, attn_out                                     M/t·D·c
     mlp_norm      resid_mid                                                 M/t·D·c
-    mlp_up, gate  mlp_norm gathered, routing           2·M·X·D·F/t          M·X·F/t·c
+    mlp_up, gate  mlp_norm all-gathered, routing       2·M·X·D·F/t          M·X·F/t·c
     mlp_hidden    mlp_up, mlp_gate                                          M·X·F/t·c
     mlp_down      mlp_hidden (experts only)            2·M·X·F/t·D          M·X·D·c
     mlp_out       mlp_hidden or mlp_down               2·M·F/t·D            M/t·D·c
-    routing       mlp_norm gathered                    2·M·D·E              never kept
-    w, through A  what w multiplies                    2·M·inputs·r         M·r·c         tag lora
+    routing       mlp_norm all-gathered                2·M·D·E              never saved
+    w, through A  the input of w                       2·M·inputs·r         M·r·c         tag lora
 
-Where kernels compute attention there are no scores and no probabilities. One kernel makes attn_context and attn_lse of
-q, k and v, with the products of both over the pairs that a query may see (P of a sequence's T² on average of all
-layers): 4·M·N/t·H·P/T. Its backward pass reads what it read and made, and makes the scores, and the gradients of the
-probabilities, once for queries and once for keys: seven products where plain attention has four. cuDNN's has five, and
-what it keeps between the passes has no name: its forward pass always runs again.
+Attention kernels store no scores and no probabilities. One kernel computes attn_context and attn_lse from q, k and v,
+with both matmuls over the pairs that a query may attend to (P of a sequence's T², averaged over all layers):
+4·M·N/t·H·P/T. Its backward pass reads the kernel's inputs and outputs, and recomputes the scores and the gradients of
+the probabilities twice, once for queries and once for keys: seven matmuls, where plain attention has four. cuDNN's has
+five; what it saves between the passes has no tag, so its forward pass is always recomputed.
 
-With `norm_placement` "post", attn_norm and mlp_norm are not there: attn_inputs is made of block_input, mlp_inputs of
-resid_mid. With experts, M·X is the number of rows in `rows_of_experts`: those of each expert fill up whole blocks.
+With `norm_placement` "post", attn_norm and mlp_norm are absent: attn_inputs is computed from block_input and mlp_inputs
+from resid_mid. With experts, M·X is the number of rows in `rows_of_experts`: each expert's rows are padded to whole
+blocks.
 
-The backward pass reads some of these values. A remat policy keeps those under its tags; what it needs beside is made
-again from what is kept, and a tag that nobody reads is not kept whatever the policy says.
+The backward pass reads some of these values. A remat policy saves those under its tags and recomputes the others from
+the saved ones. A tag that nothing reads is not saved, whatever the policy says.
 
-With low-rank adapters of rank r the weights are frozen. The products with them then have no gradient but that of their
-activations, which reads the weight and not the inputs. An adapter's gradients read both of its products' inputs; w, of
-the projections that have one, takes 2·M·r·outputs/t more.
+With low-rank adapters of rank r, the weights are frozen. Their matmuls then have only the gradient of their
+activations, which reads the weight and not the inputs. An adapter's gradients read the inputs of both of its matmuls;
+each adapted projection w takes 2·M·r·outputs/t FLOPs more.
 """
 
 import dataclasses
@@ -56,12 +57,12 @@ class Value:
     """One value of a block, on one device, for one micro-batch.
 
     Attributes:
-      inputs: values that it is made of; weights are not among them.
-      flops: of the products that make it, forward.
-      bytes: that it takes.
-      tag: under which a policy can keep it; "" where none can.
-      moved: numbers that the collective over `tensor` which makes it puts together or sums up.
-      frozen: FLOPs among `flops` of products with weights that have no gradient.
+      inputs: Names of the values that it is computed from, weights not included.
+      flops: FLOPs of the forward matmuls that compute it.
+      bytes: Size in bytes.
+      tag: Checkpoint tag under which a policy can save it; "" if there is none.
+      moved: Elements gathered or reduced by the collective over `tensor` that produces it.
+      frozen: FLOPs, among `flops`, of matmuls with weights that have no gradient.
     """
 
     inputs: tuple[str, ...]
@@ -74,11 +75,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block's values by name, and those that its backward pass reads.
+    """The values of a transformer block, by name, and those that its backward pass reads.
 
     Attributes:
-      attention: whole | chunked: its queries in chunks, each of which makes its scores once more for its own gradients
-        (Rabe & Staats 2021) | pallas | cudnn.
+      values: Name -> value.
+      read: Names of the values that the backward pass reads.
+      attention: whole | chunked | pallas | cudnn. Chunked attention processes queries in chunks, and recomputes the
+        scores of each chunk for the chunk's gradients (Rabe & Staats 2021).
     """
 
     values: Mapping[str, Value]
@@ -86,7 +89,7 @@ class Block:
     attention: str
 
     def kept(self, tags: tuple[str, ...]) -> dict[str, int]:
-        """Tag -> bytes that wait for the backward pass, the block's input aside."""
+        """Returns tag -> bytes of saved activations, without the block's input."""
         found: dict[str, int] = {}
         for name in self._needed(tags)[0]:
             value = self.values[name]
@@ -94,36 +97,38 @@ class Block:
         return {tag: found[tag] for tag in TAGS if tag in found}
 
     def made_again(self, tags: tuple[str, ...]) -> dict[str, Value]:
-        """Values that the backward pass makes a second time where these tags are kept."""
+        """Returns the values that the backward pass recomputes when these tags are saved."""
         return {name: self.values[name] for name in self._needed(tags)[1] if name != BLOCK_INPUT}
 
     def keeps_input(self, tags: tuple[str, ...]) -> bool:
-        """Whether the backward pass reads the block's input where these tags are kept."""
+        """Returns whether the backward pass reads the block's input when these tags are saved."""
         return BLOCK_INPUT in self._needed(tags)[1]
 
     def flops_again(self, tags: tuple[str, ...]) -> int:
-        """Of the products that make them."""
+        """Returns the FLOPs of the matmuls that recompute values when these tags are saved."""
         again = self.made_again(tags)
         flops = sum(value.flops for value in again.values())
-        # The chunks' own scores; the others are for the context, where that is not kept.
+        # Each chunk recomputes its scores once more; those counted above are for the unsaved context.
         if self.attention == "chunked" and "attn_scores" in again and "attn_context" in again:
             flops += again["attn_scores"].flops
         return flops
 
     @property
     def flops_of_scores(self) -> int:
-        """Of the products that kernels' backward passes have beside two for each of the forward pass: scores, and
-        gradients of probabilities, made again. A kernel's forward pass has two products."""
+        """FLOPs that the backward pass of an attention kernel has beyond two matmuls per forward matmul.
+
+        They recompute scores and gradients of probabilities. The kernel's forward pass has two matmuls.
+        """
         more = {"pallas": 3, "cudnn": 1}.get(self.attention, 0)
         return more * self.values["attn_kernel"].flops // 2 if more else 0
 
     @functools.cached_property
     def _found(self) -> dict[tuple[str, ...], tuple[list[str], list[str]]]:
-        """Tags -> what `_needed` has found for them."""
+        """Cache of `_needed`: tags -> its result."""
         return {}
 
     def _needed(self, tags: tuple[str, ...]) -> tuple[list[str], list[str]]:
-        """(values kept, values made again)."""
+        """Returns (names of values saved, names of values recomputed) when these tags are saved."""
         if tags not in self._found:
             self._found[tags] = self._search(tags)
         return self._found[tags]
@@ -136,7 +141,7 @@ class Block:
             name = waiting.pop()
             if name in kept or name in made:
                 continue
-            if name == BLOCK_INPUT:  # which has no tag: kept where it is read, or what is read is made of it
+            if name == BLOCK_INPUT:  # untagged: saved whenever it, or a value computed from it, is read
                 made.append(name)
                 continue
             if self.values[name].tag in tags:
@@ -148,17 +153,17 @@ class Block:
 
     @property
     def flops(self) -> int:
-        """Of its forward pass."""
+        """FLOPs of the forward pass."""
         return sum(value.flops for value in self.values.values())
 
     @property
     def frozen_flops(self) -> int:
-        """Of its forward pass, of products with frozen weights."""
+        """FLOPs of the forward pass in matmuls with frozen weights."""
         return sum(value.frozen for value in self.values.values())
 
 
 def block(run: TrainingRun) -> Block:
-    """The block of a run's model; all layers are alike to it, windows and all."""
+    """Returns the block of a run's model: one for all layers, whatever their attention window."""
     attention = run.attention.implementation
     if attention == "xla":
         attention = "chunked" if run.config.train.attention_chunk else "whole"
@@ -166,21 +171,21 @@ def block(run: TrainingRun) -> Block:
 
 
 def visible_pairs(model: Architecture, kind: str, length: int) -> int:
-    """Pairs of a query and a key that it may see, over one sequence in one layer."""
+    """Returns the unmasked query-key pairs of one sequence in one layer."""
     seen = min(model.window, length) if kind == "sliding" else length
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def kinds(model: Architecture) -> list[str]:
-    """Of all layers."""
+    """Returns the attention kind of every layer."""
     return [*model.pattern * model.repeats, *model.tail]
 
 
 def rows_of_experts(assignments: int, experts: int) -> int:
-    """Rows that experts multiply, used or not, for so many tokens times experts of each.
+    """Returns the rows that experts multiply, padding included, for `assignments` = tokens × experts per token.
 
-    They lie in blocks of one expert each. A block is a power of two from 8 to 512, half of an average expert's rows at
-    most; there are as many as the worst distribution needs (`jaxllm.kernels.grouped`).
+    Rows are arranged in blocks of one expert each. A block has a power of two of rows, from 8 to 512, and at most half
+    of the mean rows per expert; the number of blocks suffices for the worst distribution (`jaxllm.kernels.grouped`).
     """
     half = min(512, assignments // (2 * experts))
     block_rows = max(8, 1 << max(half.bit_length() - 1, 0))
@@ -233,12 +238,15 @@ def _plain(model: Architecture, M: int, T: int, t: int, c: int, attention: str) 
 def _attention(
     model: Architecture, M: int, T: int, N: int, c: int, attention: str
 ) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """(from q, k and v to the context, what of it the backward pass reads), of N heads."""
+    """Returns the attention values of N heads and the names of those that the backward pass reads.
+
+    The values are those from q, k and v to attn_context, that one included.
+    """
     H, softcap = model.head_dim, model.attention_softcap
     context, pairs, scores = M * N * H * c, 2 * M * N * T * H, M * N * T * FLOAT32
     if attention in ("pallas", "cudnn"):
         seen = sum(visible_pairs(model, kind, T) for kind in kinds(model))
-        # A layer's share in whole pairs, rounded up, so that heads and sequences add up.
+        # Mean pairs per layer, rounded up to an integer so that heads and sequences add up.
         flops = 4 * (M // T) * N * H * -(-seen // model.layers)
         values = {
             "attn_kernel": Value(("q", "k", "v"), flops),
@@ -257,7 +265,7 @@ def _attention(
     return values, ("attn_probs", "attn_context", *(("attn_scores",) if softcap else ()))
 
 
-# A projection with an adapter -> (the value that it makes, what it multiplies).
+# Adapted projection -> (its output value, its input value).
 _ADAPTED = {
     "q": ("q", "attn_inputs"),
     "k": ("k", "attn_inputs"),
@@ -267,14 +275,14 @@ _ADAPTED = {
     "up": ("mlp_up", "mlp_inputs"),
     "down": ("mlp_out", "mlp_hidden"),
 }
-# Products of activations with each other.
+# Values from matmuls of two activations.
 _OF_ATTENTION = ("attn_scores", "attn_context", "attn_kernel")
-# What the backward pass reads for gradients of weights alone; kernels of attention read what they made besides.
+# Values that the backward pass reads for weight gradients only; attention kernels also read their outputs.
 _FOR_WEIGHTS = ("attn_inputs", "mlp_inputs", "mlp_hidden")
 
 
 def _with_adapters(block: Block, model: Architecture, M: int, t: int, c: int, lora: Lora) -> Block:
-    """The block with its weights frozen and adapters beside some of them."""
+    """Returns the block with frozen weights and low-rank adapters on some of the projections."""
     rank, targets = lora
     values = {
         name: dataclasses.replace(value, frozen=0 if name in _OF_ATTENTION else value.flops)

@@ -1,14 +1,14 @@
-"""How many bytes a number takes at inference, by the format that it is stored in.
+"""Storage formats of weights and KV cache at inference, and their bytes per element.
 
-| format | bytes a number | scales |
+| format | bytes per element | scales |
 |---|---|---|
 | fp32; bf16, fp16 | 4; 2 | none |
-| int8 | 1 | one fp16 for each output channel (Dettmers et al. 2022) |
-| int8-128 | 1 | one fp16 for every 128 numbers of a channel |
-| int4, int4-64, int4-32 | 1/2, two in a byte | one fp16 for every 128, 64 or 32 (GPTQ, Frantar et al. 2022; AWQ) |
+| int8 | 1 | one fp16 per output channel (Dettmers et al. 2022) |
+| int8-128 | 1 | one fp16 per 128 elements of a channel |
+| int4, int4-64, int4-32 | 1/2, two in a byte | one fp16 per 128, 64 or 32 elements (GPTQ, Frantar et al. 2022; AWQ) |
 
-Matrices, embeddings and the head are stored so; norms and biases stay in 16 bit, or in 32 where the format is fp32. Of
-a cache in int8 each token has a float32 scale for its keys and one for its values, in each head.
+The format applies to matrices, embeddings and the head. Norms and biases stay in 16 bits, or in 32 if the format is
+fp32. An int8 cache has one float32 scale for the keys and one for the values of each token and head.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import math
 from jaxllm.errors import UserError
 from jaxllm.model.specs import ParamSpec
 
-# In the place of a format: the one that programs compute with.
+# Stands for the format of the compute dtype.
 AUTO = "auto"
 INT8 = "int8"
 SCALE_BYTES = 2
@@ -26,10 +26,12 @@ _CACHE_SCALE_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Attributes:
-    bits: of a number.
-    scaled: whether there are scales.
-    group: consecutive inputs of a channel that share one; 0: all of them.
+    """Storage format: bits per element and the grouping of quantization scales.
+
+    Attributes:
+      bits: Bits per element.
+      scaled: Whether there are scales.
+      group: Consecutive inputs of a channel that share a scale; 0: all inputs.
     """
 
     bits: int
@@ -37,11 +39,11 @@ class Format:
     group: int = 0
 
     def numbers_bytes(self, spec: ParamSpec) -> int:
-        """Of one array, without its scales."""
+        """Returns the bytes of one array, without its scales."""
         return math.ceil(spec.size * self._bits(spec) / 8)
 
     def scale_bytes(self, spec: ParamSpec) -> int:
-        """Of one array's scales."""
+        """Returns the bytes of one array's scales."""
         if not self.scaled or not spec.decays:
             return 0
         inputs = math.prod(spec.shape[i] for i in spec.fan_in) if spec.fan_in else spec.shape[-1]
@@ -64,15 +66,15 @@ FORMATS = {
 }
 _LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE_FORMATS = ("fp32", "bf16", "fp16", "int8")
-# Bytes of a number without its scales, by format and by the long names of the dtypes.
+# Bytes per element without scales, by format and by the long names of the dtypes.
 ITEMSIZE = {name: FORMATS[_LONG_NAMES.get(name, name)].bits / 8 for name in (*FORMATS, *_LONG_NAMES)}
 
 
 def named(name: str) -> Format:
-    """The format of a name, or of a dtype's long name.
+    """Returns the format with a given name, or with a dtype's long name.
 
     Raises:
-      UserError: there is none; names them all.
+      UserError: The format is unknown; the message lists all formats.
     """
     short = _LONG_NAMES.get(name, name)
     if short not in FORMATS:
@@ -81,7 +83,11 @@ def named(name: str) -> Format:
 
 
 def cache_itemsize(name: str) -> tuple[int, int]:
-    """(bytes of a cached number, bytes of the scale of a token's keys, or values, in one head)."""
+    """Returns (bytes per cached element, bytes of the scale of one token's keys, or values, in one head).
+
+    Raises:
+      UserError: The format is unknown; the message lists all formats.
+    """
     short = _LONG_NAMES.get(name, name)
     if short not in CACHE_FORMATS:
         raise UserError(f"{name!r} is no format of a KV cache; choose one of {', '.join(CACHE_FORMATS)}")
@@ -89,6 +95,9 @@ def cache_itemsize(name: str) -> tuple[int, int]:
 
 
 def compute_itemsize(name: str, platform: str) -> int:
-    """Bytes of an activation where weights are of a format: 16 bit, or 32 for fp32 and on a CPU with int weights."""
+    """Returns the bytes per activation element for a weight format.
+
+    That is 4 for fp32, and on a CPU with int weights; otherwise 2.
+    """
     made = named(name)
     return 4 if made.bits == 32 or (made.scaled and platform == "cpu") else 2

@@ -1,6 +1,6 @@
-"""Where each array of a model lies on a mesh, and how much of it each device has.
+"""Sharding of each array of a model over a mesh, and the elements that each device stores.
 
-Thousands of settings share a layout, so that it is made, and what is counted of it, once.
+Thousands of runs have the same layout, so a layout and its counts are computed once and cached.
 """
 
 import dataclasses
@@ -22,13 +22,14 @@ from jaxllm.parallel.mesh import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One array of parameters and its places on the devices.
+    """One parameter array and its placements on the devices.
 
     Attributes:
-      name: its path, `layers.0.attn.q`.
-      weight, moment, share: placements of the stored weights, of what the optimizer keeps, and of arrays that are
-        split over `data` at any stage.
-      trained: whether it has gradients and moments; a frozen one has its weight's placement for both.
+      name: Path of the array, `layers.0.attn.q`.
+      spec: Declaration of the array.
+      weight, moment, share: Placements of the stored weight, of its optimizer state, and of an array that is sharded
+        over `data` at any ZeRO stage.
+      trained: Whether it has gradients and moments; a frozen array has its weight's placement for all three.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Parameter:
 
     @functools.cached_property
     def group(self) -> str:
-        """embed | layers | tail | final_norm | head."""
+        """Group of the array: embed | layers | tail | final_norm | head."""
         return self.name.partition(".")[0]
 
 
@@ -49,14 +50,13 @@ Of = Literal["weight", "moment", "share", "computing"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """A model's arrays on one mesh at one ZeRO stage, and what is counted of them.
+    """Sharding of a model's arrays on one mesh at one ZeRO stage, with cached element counts.
 
-    Two layouts are the same only where they are one object, so that a layout can be the key of what others count of
-    it.
+    Layouts compare by identity, so a layout is a cheap key for caches of other modules.
 
     Attributes:
-      mesh: axis -> devices.
-      parameters: every array of them; adapters come last.
+      mesh: Axis -> devices.
+      parameters: Every array of the model; adapters come last.
     """
 
     mesh: dict[str, int]
@@ -71,34 +71,34 @@ class Layout:
 
     @functools.cached_property
     def trained(self) -> tuple[Parameter, ...]:
-        """Those with gradients and moments: all of them, or the adapters where there are any."""
+        """Arrays with gradients and moments: all arrays, or only the adapters if there are any."""
         return tuple(p for p in self.parameters if p.trained)
 
     @functools.cached_property
     def frozen(self) -> tuple[Parameter, ...]:
-        """The others."""
+        """Arrays without gradients and moments."""
         return tuple(p for p in self.parameters if not p.trained)
 
     @functools.cached_property
     def stored(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
-        """Of each array that is trained its name, its shape, and the shape that its moments are stored in."""
+        """(name, shape, stored shape of the moments) of each trained array."""
         return tuple((p.name, p.spec.shape, p.moment.shape) for p in self.trained)
 
     @functools.cached_property
     def _numbers(self) -> dict[int, int]:
-        """A placement's id -> numbers on a device."""
+        """Id of a placement -> elements on one device."""
         placements = (place for p in self.parameters for place in (p.weight, p.moment, p.share))
         return {id(place): place.elements_per_device(self.mesh) for place in placements}
 
     @functools.cached_property
     def _computing(self) -> dict[int, int]:
-        """The id of a parameter's share -> numbers of the weight while it computes."""
+        """Id of a parameter's `share` -> elements of the weight on one device during compute."""
         return {id(p.share): self._while_computing(p) for p in self.parameters}
 
     def _while_computing(self, parameter: Parameter) -> int:
         share = parameter.share
-        # Where no moment is in shares (stage 0, or one device along `data`) weights compute as they are stored: only
-        # what is put together from shares may have rows of padding beyond those of `tensor`.
+        # If moments are unsharded (stage 0, or one device along `data`), weights compute as they are stored. Only
+        # weights all-gathered from shards may have rows of padding beyond those of `tensor`.
         if share.zero_dim is None or parameter.moment.zero_dim is None:
             return self.per_device(parameter.weight)
         local = share.shape[share.zero_dim] // math.prod(self.mesh[axis] for axis in share.axes[share.zero_dim])
@@ -113,7 +113,7 @@ class Layout:
         return self._while_computing(parameter) if count is None else count
 
     def select(self, groups: tuple[str, ...], trained: bool = False) -> list[Parameter]:
-        """The arrays of some groups, of all where none is named; `trained`: those that are."""
+        """Returns the arrays of some groups, of all if none is given; `trained` selects trained arrays only."""
         if (trained, groups) not in self._selected:
             found = self.trained if trained else self.parameters
             self._selected[trained, groups] = [p for p in found if not groups or p.group in groups]
@@ -126,7 +126,7 @@ class Layout:
         return self._totals[key]
 
     def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
-        """Numbers on a device of some of this layout's arrays together."""
+        """Returns the elements on one device of some of this layout's arrays together."""
         parameters = tuple(parameters)
         key = (of, *map(id, parameters))
         if key not in self._counts:
@@ -134,7 +134,7 @@ class Layout:
         return self._counts[key]
 
     def part(self, of: Of, parameter: Parameter) -> Share:
-        """A device's part of an array."""
+        """Returns a device's shard of an array."""
         whole = parameter.spec.size
         placement = parameter.share if of == "computing" else getattr(parameter, of)
         axes = {axis for names in placement.axes for axis in names}
@@ -145,13 +145,13 @@ class Layout:
         return Share(whole, held * ways - whole, ways)
 
 
-# (rank, targets) of low-rank adapters; (0, ()) of none.
+# (rank, targets) of low-rank adapters; (0, ()) without adapters.
 Lora = tuple[int, tuple[str, ...]]
 NO_LORA: Lora = (0, ())
 
 
 def _declared(param_specs: Callable[[Architecture], Any], model: Architecture, lora: Lora) -> Any:
-    """The parameters of a model, or its adapters where there is a rank."""
+    """Returns the parameter specs of a model, or those of its adapters if the rank is not 0."""
     rank, targets = lora
     return adapter_specs(model, LoraConfig(rank=rank, targets=targets)) if rank else param_specs(model)
 
@@ -171,8 +171,10 @@ def _placed(
     stage: int,
     lora: Lora,
 ) -> list[Placement]:
-    """Of each array of a model, as weights that compute as they are stored lie at a stage of ZeRO: whole at 0, whole
-    but padded as their moments are at 1, split over `data` at 3."""
+    """Returns the placement of each array of a model, for weights stored in the compute dtype, at a ZeRO stage.
+
+    Stage 0: unsharded over `data`. Stage 1: unsharded, but padded like their moments. Stage 3: sharded over `data`.
+    """
     mesh = MeshConfig(**dict(zip(mesh_lib.AXES, axes, strict=True)), zero=stage)
     tree = placements(_declared(param_specs, model, lora), mesh, "weights", False)
     return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Placement))
@@ -189,12 +191,15 @@ def layout_of(
     stage: int,
     lora: Lora,
 ) -> Layout:
-    """Args:
-    param_specs, placements: what declares and what places. Given, so that a test's own are never met in the cache.
-    axes: devices along each of `mesh.AXES`.
-    weights, moments: whether those of what is trained are split over `data`.
-    stage: of ZeRO, to which frozen weights are whole below 3.
-    lora: adapters, beside which all parameters are frozen.
+    """Returns the layout of a model's arrays on a mesh.
+
+    Args:
+      param_specs, placements: Functions that declare and place arrays. They are arguments, and so part of the cache
+        key: a test's replacements never hit cached results of the real ones.
+      axes: Devices along each of `mesh.AXES`.
+      weights, moments: Whether trained weights and their moments are sharded over `data`.
+      stage: ZeRO stage; frozen weights are unsharded over `data` below stage 3.
+      lora: Adapters; with adapters, all parameters of the model are frozen.
     """
 
     def placed(stage: int, lora: Lora) -> list[Placement]:

@@ -1,7 +1,7 @@
-"""What each optimizer keeps between steps, in bytes: exact.
+"""Optimizer state that persists between steps, in bytes: exact.
 
-A slot is one more array for each parameter, or for some. The rules are optax's, stated again here from its
-papers and its documented behaviour: the tests hold them against the state that the trainer really makes.
+A slot is one more array for each parameter, or for some. The rules are those of optax, written here independently from
+its papers and documented behaviour: the tests compare them with the state that the trainer creates.
 """
 
 import dataclasses
@@ -16,17 +16,19 @@ from jaxllm.ledger.formula.exact.shard_sizes import Count, Share, count, without
 from jaxllm.ledger.rows import Row
 from jaxllm.model.specs import ParamSpec
 
-# optax.scale_by_factored_rms factors the two largest dimensions where both have at least this size.
+# optax.scale_by_factored_rms factors the two largest dimensions if both have at least this size.
 FACTORED_FROM = 128
-# Unused places of a factored state hold one number.
+# Elements of an unused array of a factored state.
 PLACEHOLDER = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Attributes:
-    name: of the slot.
-    numbers: that it keeps for one array of parameters.
+    """One optimizer slot, such as Adam's first moment.
+
+    Attributes:
+      name: Name of the slot.
+      numbers: Returns the elements that the slot stores for one parameter array.
     """
 
     name: str
@@ -38,7 +40,7 @@ def _every(spec: ParamSpec) -> int:
 
 
 def _factored(spec: ParamSpec) -> tuple[int, int, int]:
-    """(row, column, whole) numbers of Adafactor's second moment of one array."""
+    """Returns the elements of Adafactor's second moment of one array, as (row, column, unfactored)."""
     by_size = sorted(spec.shape)
     if len(by_size) < 2 or by_size[-2] < FACTORED_FROM:
         return PLACEHOLDER, PLACEHOLDER, spec.size
@@ -73,22 +75,22 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
     ),
 }
 
-# Step counters (int32); Muon has one for each of its two rules, and the coefficients of its polynomial.
+# Step counters (int32). Muon has one for each of its two update rules, and three polynomial coefficients.
 _COUNTER_BYTES = {"sgd": 0, "momentum": 0, "adam": 4, "adamw": 4, "lion": 4, "adafactor": 4, "muon": 4 + 4 + 3 * 4}
 
 
 def held(slot: Slot, parameter: Parameter, run: TrainingRun) -> tuple[int, int]:
-    """Numbers of a slot on one device: (of the model, of padding beside them).
+    """Returns the elements of a slot on one device, as (elements of the model, padding elements).
 
-    A moment that has its parameter's shape is split as ZeRO splits moments. A factored one, or the placeholder of
-    one, is whole on every device.
+    A slot with its parameter's shape is sharded as ZeRO shards moments. A factored slot, or its placeholder, is
+    replicated on every device.
     """
     return _held(run.config.optimizer.name, run.layout)[slot.name, parameter.name]
 
 
 @functools.lru_cache(maxsize=4096)
 def _held(name: str, layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
-    """(slot, parameter) of an optimizer, by name -> `held`."""
+    """Returns (slot name, parameter name) -> the result of `held`, for all slots of an optimizer."""
     found = {}
     for slot in SLOTS[name]:
         for parameter in layout.trained:
@@ -104,10 +106,10 @@ def _held(name: str, layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def largest_state(name: str, layout: Layout, moment: int, master: int) -> int:
-    """Bytes of what belongs to one array: of an optimizer's slots, and of its master weights.
+    """Returns the bytes of the largest per-array state: optimizer slots and master weights of one array.
 
     Args:
-      moment, master: bytes of a number.
+      moment, master: Bytes per element of a moment and of a master weight.
     """
     return max(
         moment * sum(sum(_held(name, layout)[slot.name, parameter.name]) for slot in SLOTS[name])
@@ -118,13 +120,13 @@ def largest_state(name: str, layout: Layout, moment: int, master: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _counted(name: str, layout: Layout) -> list[tuple[str, Count, int]]:
-    """Of each slot of an optimizer: (its name, numbers of the model, of padding) on one device."""
+    """Returns (name, elements of the model, padding elements) on one device for each slot of an optimizer."""
     counted = []
     for slot in SLOTS[name]:
         parts = []
         for parameter in layout.trained:
             numbers = slot.numbers(parameter.spec)
-            # What has not its parameter's shape is whole on every device.
+            # A slot without its parameter's shape is replicated on every device.
             whole = numbers != parameter.spec.size
             parts.append(Share(numbers, 0, 1) if whole else layout.part("moment", parameter))
         stored = count(part for part in parts if part.numbers)
@@ -134,12 +136,12 @@ def _counted(name: str, layout: Layout) -> list[tuple[str, Count, int]]:
 
 
 def elements_held(run: TrainingRun) -> int:
-    """Of all slots on one device, padding included."""
+    """Returns the elements of all slots on one device, padding included."""
     return sum(own + padding for _, own, padding in _counted(run.config.optimizer.name, run.layout))
 
 
 def slot_rows(run: TrainingRun) -> list[Row]:
-    """A row a slot, one for padding, and one for the counters beside them; moments may be in host memory."""
+    """Returns one row per slot, one for padding and one for counters; slots may be in host memory."""
     optimizer = run.config.optimizer
     phase = rows.HOST if optimizer.offload != "none" else rows.PERSISTENT
     made, padding, size = [], 0, run.moment

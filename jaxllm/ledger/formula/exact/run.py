@@ -1,6 +1,6 @@
-"""The numbers that all closed forms of one training run share: dtypes, mesh, tokens, and where each array lies.
+"""Quantities that all closed forms of one training run need: dtypes, mesh, tokens, and the sharding of each array.
 
-Only the configuration, the specs and the mesh's rules are read.
+Only the configuration, the parameter specs and the mesh rules are read.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxllm.parallel import mesh as mesh_lib
 from jaxllm.parallel.mesh import Placement
 
 FLOAT32 = 4
-# Policy -> bytes of a number that computes, and of a stored weight.
+# Precision policy -> bytes per element of (compute arrays, stored weights).
 _ITEMSIZES = {"fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "bf16_pure": (2, 2)}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16"}
 _MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2}
@@ -30,15 +30,15 @@ _MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """One training run.
+    """One training run: model, configuration, precision, platform, and the quantities derived from them.
 
     Attributes:
-      policy: fp32 | bf16 | fp16 | bf16_pure.
+      policy: Precision policy: fp32 | bf16 | fp16 | bf16_pure.
       platform: cpu | gpu | tpu.
-      compute, store, moment: bytes of a number that computes, of a stored weight, of a moment.
-      layout: where each array lies.
-      remat: what blocks keep.
-      attention: what computes it.
+      compute, store, moment: Bytes per element of compute arrays, of stored weights and of moments.
+      layout: Sharding of each array.
+      remat: Remat policy: what blocks save.
+      attention: Attention implementation.
     """
 
     model: Architecture
@@ -59,12 +59,12 @@ class TrainingRun:
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every array of them."""
+        """Every parameter array of the model and of its adapters."""
         return self.layout.parameters
 
     @functools.cached_property
     def trained(self) -> tuple[Parameter, ...]:
-        """Those with gradients and moments."""
+        """Parameter arrays with gradients and moments."""
         return self.layout.trained
 
     @property
@@ -78,7 +78,7 @@ class TrainingRun:
 
     @functools.cached_property
     def stage(self) -> int:
-        """Of ZeRO; 0 where there is no `data` to split over."""
+        """ZeRO stage; 0 if there is only one device along `data`."""
         return self.config.mesh.zero if self.mesh["data"] > 1 else 0
 
     @property
@@ -95,7 +95,7 @@ class TrainingRun:
 
     @functools.cached_property
     def sequences(self) -> int:
-        """Of one micro-batch on one device; those along `tensor` have the same."""
+        """Sequences of one micro-batch on one device; devices along `tensor` have the same ones."""
         rows = self.config.train.accumulate * self.mesh["replica"] * self.mesh["data"]
         return self.config.train.batch_size // rows
 
@@ -105,17 +105,17 @@ class TrainingRun:
 
     @functools.cached_property
     def tokens(self) -> int:
-        """Of one micro-batch on one device."""
+        """Tokens of one micro-batch on one device."""
         return self.sequences * self.length
 
     @functools.cached_property
     def step_tokens(self) -> int:
-        """Of one step on one device."""
+        """Tokens of one step on one device."""
         return self.tokens * self.config.train.accumulate
 
     @functools.cached_property
     def group_size(self) -> int:
-        """Repeats of the layer pattern in a group of `sqrt`: the divisor of them nearest to their root; 1 otherwise."""
+        """Repeats of the layer pattern per `sqrt` group: the divisor of `repeats` nearest its root; otherwise 1."""
         repeats = self.model.repeats
         if self.remat.kind != "sqrt" or not repeats:
             return 1
@@ -123,23 +123,24 @@ class TrainingRun:
         return min(divisors, key=lambda size: abs(math.log(size / math.sqrt(repeats))))
 
     def computing(self, parameter: Parameter) -> int:
-        """Numbers of a weight on a device while it computes: split over `tensor` only, and cut to the array's size."""
+        """A weight's elements on one device during compute, sharded over `tensor` only, without `data` padding."""
         return self.layout.computing(parameter)
 
     def per_device(self, placement: Placement) -> int:
         return self.layout.per_device(placement)
 
     def total(self, of: Of, *groups: str, trained: bool = False) -> Count:
-        """Numbers on a device of all arrays, or of those of some groups.
+        """Returns the elements on one device of all arrays, or of those of some groups.
 
         Args:
-          of: a placement of Parameter, or "computing".
-          trained: count only what is.
+          of: A placement of `Parameter`, or "computing".
+          groups: Groups to count; all if none is given.
+          trained: Count trained arrays only.
         """
         return self.layout.total(of, groups, trained)
 
     def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
-        """The same of these arrays."""
+        """Returns the elements on one device of the given arrays."""
         return self.layout.count(of, parameters)
 
     def select(self, *groups: str, trained: bool = False) -> list[Parameter]:
@@ -147,18 +148,20 @@ class TrainingRun:
 
 
 def lora_of(config: Config) -> Lora:
-    """(rank, targets) of the low-rank adapters of a run."""
+    """Returns (rank, targets) of a run's low-rank adapters."""
     return (config.lora.rank, config.lora.targets) if config.lora.rank else NO_LORA
 
 
 def make(model: Architecture, config: Config, policy: str, platform: str) -> TrainingRun:
-    """The setting of a run.
+    """Derives a training run's quantities from its configuration.
 
     Args:
-      policy: of precision, resolved: fp32 | bf16 | fp16 | bf16_pure.
+      policy: Resolved precision policy: fp32 | bf16 | fp16 | bf16_pure.
+      platform: cpu | gpu | tpu.
+
     Raises:
-      UserError: an array cannot be split as the mesh wants it, or not be updated so; names it. Or attention cannot be
-        computed as the configuration says.
+      UserError: An array cannot be sharded as the mesh requires, or cannot be updated so (the message names it), or
+        attention cannot be computed as configured.
     """
     compute, store = _ITEMSIZES[policy]
     mixed, stage = store != compute, config.mesh.zero

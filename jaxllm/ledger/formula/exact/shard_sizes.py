@@ -1,6 +1,6 @@
-"""How many numbers a device holds of a model's arrays, and the division that makes it so many.
+"""Element counts of a model's arrays on one device, with the division that yields each of them.
 
-A count is an int that can tell its division, `8,030,261,248 / 8`; what is computed from one is an int that cannot.
+A `Count` is an int that formats its division, `8,030,261,248 / 8`; an int computed from one no longer does.
 """
 
 import dataclasses
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A device's part of arrays.
+    """A device's shard of one or more arrays.
 
     Attributes:
-      numbers: of the arrays, on all devices together.
-      padding: zeros beside them.
-      ways: into how many equal parts they are split. Of parts that are not whole numbers, the whole is counted.
+      numbers: Elements of the arrays, on all devices together.
+      padding: Elements of zero padding, on all devices together.
+      ways: Number of equal shards. A shard size that is not an integer is rounded down.
     """
 
     numbers: int
@@ -26,7 +26,7 @@ class Share:
         return (self.numbers + self.padding) // self.ways
 
     def __str__(self) -> str:
-        """The arithmetic: `(1,000 + 24 of padding) / 8`."""
+        """Formats the arithmetic: `(1,000 + 24 of padding) / 8`."""
         whole = f"({self.numbers:,} + {self.padding:,} of padding)" if self.padding else f"{self.numbers:,}"
         if self.ways == 1:
             return whole
@@ -35,7 +35,7 @@ class Share:
 
 
 class Count(int):
-    """Numbers on one device: the sum of its shares, of which no two are split alike."""
+    """Elements on one device: the sum of its shards, at most one for each number of ways."""
 
     shares: tuple[Share, ...]
 
@@ -49,7 +49,7 @@ class Count(int):
 
 
 def count(shares: Iterable[Share]) -> Count:
-    """Of arrays one by one: those that are split into as many parts are put together, the most split first."""
+    """Sums the shards of several arrays, merging those with equally many ways; the most sharded come first."""
     summed: dict[int, tuple[int, int]] = {}
     for share in shares:
         numbers, padding = summed.get(share.ways, (0, 0))
@@ -58,12 +58,12 @@ def count(shares: Iterable[Share]) -> Count:
 
 
 def without_padding(held: Count) -> Count:
-    """What a device would hold if nothing were padded: of parts that are not whole numbers, the whole."""
+    """Returns the elements that a device would store without padding, rounded down per number of ways."""
     return Count(tuple(Share(share.numbers, 0, share.ways) for share in held.shares))
 
 
 def told(number: int) -> str:
-    """With thousands apart, and with its division where it is a Count."""
+    """Formats a number with thousands separators, and a `Count` with its division."""
     if not isinstance(number, Count) or not number.shares:
         return f"{int(number):,}"
     terms = [str(share) for share in number.shares]

@@ -1,4 +1,4 @@
-"""What a training run keeps between its steps, on each device and in its host's memory: exact."""
+"""Training state that persists between steps, on each device and in host memory: exact."""
 
 import functools
 
@@ -10,19 +10,19 @@ from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.exact.shard_sizes import Count, without_padding
 from jaxllm.ledger.rows import Row
 
-# The train state's own: step (int32) and the key of its randomness (2 × uint32).
+# Train state besides the arrays: step (int32) and PRNG key (2 × uint32).
 _STATE_BYTES = 4 + 8
-# fp16: the scale (float32) and the steps since it changed (int32).
+# fp16: loss scale (float32) and steps since it changed (int32).
 _LOSS_SCALE_BYTES = 4 + 4
 FROZEN = "frozen weights"
 
 
 def state_rows(run: TrainingRun) -> list[Row]:
-    """Rows of the persistent phase, and those of the same arrays where they are in host memory.
+    """Returns the rows of the persistent training state, in device memory or in host memory.
 
-    Stored weights are float32 masters of 16-bit ones under mixed precision. ZeRO counts masters as optimizer state,
-    so that stage 1 splits them; weights that compute as they are stored are split by stage 3 (Rajbhandari et al.
-    2020, section 5).
+    Under mixed precision, stored weights are float32 masters of 16-bit weights. ZeRO counts masters as optimizer
+    state, so stage 1 shards them. Weights that are stored in the compute dtype are sharded by stage 3 (Rajbhandari et
+    al. 2020, section 5).
     """
     kind = "master weights" if run.mixed else "weights"
     phase = rows.HOST if run.config.optimizer.offload == "all" else rows.PERSISTENT
@@ -32,7 +32,7 @@ def state_rows(run: TrainingRun) -> list[Row]:
     made = [rows.numbers(name, kind, phase, own, run.store)]
     if padding:
         made.append(rows.numbers(f"padding of {name}", kind, phase, padding, run.store))
-    if frozen:  # as they compute: no masters, no gradients, no moments
+    if frozen:  # in the compute dtype: no masters, no gradients, no moments
         own, padding = _stored(run.layout, False)
         made.insert(0, rows.numbers(FROZEN, "weights", rows.PERSISTENT, own, run.compute))
         if padding:
@@ -48,7 +48,7 @@ def state_rows(run: TrainingRun) -> list[Row]:
 
 @functools.lru_cache(maxsize=4096)
 def _stored(layout: Layout, trained: bool) -> tuple[Count, int]:
-    """Numbers of weights on one device that are trained, or that are not: (of the model, of padding beside them)."""
+    """Returns the trained (or frozen) weights on one device, as (elements of the model, padding elements)."""
     stored = layout.count("weight", layout.trained if trained else layout.frozen)
     own = without_padding(stored)
     return own, stored - own

@@ -1,13 +1,13 @@
-"""How much of a TPU's memory an array takes: it lies there in tiles, and what does not fill them is padding.
+"""Bytes that an array takes in TPU memory, where XLA stores it in tiles and pads partial tiles.
 
-A tile has 8 × 128 numbers of 32 bits (Jouppi et al. 2023, "TPU v4", and the performance guide of Cloud TPU: lanes and
-sublanes of the vector unit). XLA puts one dimension along the 128 lanes and another along the sublanes, and takes the
-two that need the least padding, so that a last dimension of 64 does not cost twice its bytes where another is a
-multiple of 128. An array with fewer rows than 8 gets a tile of 1, 2 or 4. Numbers of fewer than 32 bits are packed
-along the sublanes: two bfloat16 make one of 32 bits, so that one row of them takes as much as two.
+A tile has 8 × 128 elements of 32 bits (Jouppi et al. 2023, "TPU v4", and the Cloud TPU performance guide: sublanes and
+lanes of the vector unit). XLA lays one dimension along the 128 lanes and another along the sublanes, and chooses the
+two that need the least padding. A last dimension of 64 thus does not double the bytes if another dimension is a
+multiple of 128. An array with fewer than 8 rows gets a tile of 1, 2 or 4 rows. Elements of fewer than 32 bits are
+packed along the sublanes: two bfloat16 make one 32-bit word, so one row of them takes as much as two.
 
-XLA's buffer assignments of 636 arrays for a v5e (libtpu of JAX 0.10.2; 1 to 5 dimensions of 1, 2 and 4 bytes a number)
-are what the rule says, to the byte.
+The rule equals XLA's buffer assignment to the byte for 636 arrays on a v5e (libtpu of JAX 0.10.2; 1 to 5 dimensions;
+1, 2 and 4 bytes per element).
 """
 
 import functools
@@ -24,13 +24,13 @@ from jaxllm.parallel.mesh import Placement
 
 LANES = 128
 SUBLANES = 8
-_WORD = 4  # bytes of a sublane of one lane
-# XLA's buffers are multiples of this.
+_WORD = 4  # bytes of one lane of one sublane
+# XLA's buffer sizes are multiples of this many bytes.
 ALIGNMENT = LANES * _WORD
-# The kind of the rows: bytes that no array's shape tells.
+# Kind of the rows of bytes that are not elements of an array.
 PADDING = "tile padding"
 
-# Shapes of what is beside the arrays of an optimizer's slots: counters, and the coefficients of Muon's polynomial.
+# Shapes of optimizer state besides the slots: counters, and the coefficients of Muon's polynomial.
 _BESIDE: dict[str, tuple[tuple[int, ...], ...]] = {
     "sgd": (),
     "momentum": (),
@@ -45,11 +45,11 @@ Array = tuple[tuple[int, ...], int]
 
 @functools.lru_cache(maxsize=16384)
 def padded_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes that an array takes on a TPU.
+    """Returns the bytes that an array takes on a TPU, tile padding included.
 
     Args:
-      shape: on one device.
-      itemsize: bytes of a number: 1, 2 or 4.
+      shape: Shape on one device.
+      itemsize: Bytes per element: 1, 2 or 4.
     """
     count = math.prod(shape)
     if len(shape) < 2:
@@ -70,22 +70,22 @@ def _tile_rows(count: int, packed: int) -> int:
 
 
 def _power_of_two(count: int) -> int:
-    """The next one."""
+    """Returns the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length() if count > 1 else 1
 
 
 def up(count: int, multiple: int) -> int:
-    """The next multiple."""
+    """Rounds `count` up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple
 
 
 def padding(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of it that no number takes."""
+    """Returns the bytes of tile padding of an array."""
     return padded_bytes(shape, itemsize) - math.prod(shape) * itemsize
 
 
 def state_padding(run: TrainingRun) -> Row:
-    """Of the arrays that live between steps in a device's memory; what is in its host's is not tiled."""
+    """Returns the row of tile padding of device arrays that persist between steps; host arrays are not tiled."""
     optimizer = run.config.optimizer
     arrays, size = _weights(run.layout, run.store) if optimizer.offload != "all" else (0, 0)
     if optimizer.offload == "none":
@@ -93,16 +93,16 @@ def state_padding(run: TrainingRun) -> Row:
         arrays, size = arrays + more, size + beside
     more, beside = _frozen(run.layout, run.compute)
     arrays, size = arrays + more, size + beside
-    few: list[Array] = [((), FLOAT32), ((2,), FLOAT32)]  # the step, and the key
+    few: list[Array] = [((), FLOAT32), ((2,), FLOAT32)]  # the step and the PRNG key
     few += [(shape, FLOAT32) for shape in _BESIDE[optimizer.name]]
     if run.policy == "fp16":
-        few += [((), FLOAT32), ((), FLOAT32)]  # of the loss scale
+        few += [((), FLOAT32), ((), FLOAT32)]  # loss scale and its counter
     arrays, size = arrays + len(few), size + sum(padding(*array) for array in few)
     return rows.row("padding of tiles", PADDING, rows.PERSISTENT, f"{size:,} B, in {arrays} arrays", size)
 
 
 def batch_padding(run: TrainingRun, phase: str) -> Iterator[Row]:
-    """Of the batch's five arrays, where a device's sequences do not fill tiles."""
+    """Yields the row of tile padding of the batch's five arrays, if a device's sequences do not fill tiles."""
     size = padding((run.step_tokens // run.length, run.length), FLOAT32)
     if size:
         yield rows.row("padding of tiles of the batch", PADDING, phase, f"5 × {size:,} B", 5 * size)
@@ -110,26 +110,26 @@ def batch_padding(run: TrainingRun, phase: str) -> Iterator[Row]:
 
 @functools.lru_cache(maxsize=4096)
 def weights_padding(layout: Layout, groups: tuple[str, ...], itemsize: int) -> int:
-    """Bytes of it beside copies, of so many bytes a number, of the stored weights of some groups that are trained."""
+    """Returns the bytes of tile padding of copies of trained weights; `itemsize` is that of the copies."""
     chosen = layout.select(groups, trained=True)
     return sum(padding(shape_on_device(layout, parameter.weight), itemsize) for parameter in chosen)
 
 
 @functools.lru_cache(maxsize=4096)
 def _weights(layout: Layout, itemsize: int) -> tuple[int, int]:
-    """(arrays, bytes of padding)."""
+    """Returns (number of arrays, bytes of tile padding) of the trained weights."""
     return len(layout.trained), weights_padding(layout, (), itemsize)
 
 
 @functools.lru_cache(maxsize=4096)
 def _frozen(layout: Layout, itemsize: int) -> tuple[int, int]:
-    """The same of the weights that are not trained."""
+    """Returns (number of arrays, bytes of tile padding) of the frozen weights."""
     return len(layout.frozen), sum(padding(shape_on_device(layout, p.weight), itemsize) for p in layout.frozen)
 
 
 @functools.lru_cache(maxsize=4096)
 def _slots(name: str, layout: Layout, itemsize: int) -> tuple[int, int]:
-    """The same of an optimizer's slots."""
+    """Returns (number of arrays, bytes of tile padding) of an optimizer's slots."""
     sizes = []
     for slot in SLOTS[name]:
         for parameter in layout.trained:
@@ -142,7 +142,7 @@ def _slots(name: str, layout: Layout, itemsize: int) -> tuple[int, int]:
 
 
 def _factor(slot: str, spec: ParamSpec) -> tuple[int, ...]:
-    """Shape of one of Adafactor's: without the largest dimension, or without the next one (optax's factored RMS)."""
+    """Returns the shape of an Adafactor slot: without the largest or second largest dimension (optax factored RMS)."""
     order = sorted(range(len(spec.shape)), key=lambda i: spec.shape[i])
     factored = len(order) >= 2 and spec.shape[order[-2]] >= FACTORED_FROM
     if not factored or slot == "v, not factored":
@@ -152,7 +152,7 @@ def _factor(slot: str, spec: ParamSpec) -> tuple[int, ...]:
 
 
 def shape_on_device(layout: Layout, placement: Placement) -> tuple[int, ...]:
-    """Of an array's part on one device."""
+    """Returns the shape of an array's shard on one device."""
     return tuple(
         size // math.prod(layout.mesh[axis] for axis in axes)
         for size, axes in zip(placement.shape, placement.axes, strict=True)

@@ -1,8 +1,8 @@
-"""The bill as one HTML file: its figures, pictures, and a form that recomputes them, with no network at all.
+"""Self-contained HTML page of a bill: figures, plots, and a form that recomputes them offline.
 
-The page carries the sources of the closed forms as they are installed (`page.sources`) and runs them with Brython, a
-Python in JavaScript, on the small stand-ins of `page.standins`. Nothing is written a second time: a formula that
-changes here changes in the next page. `page.form` is the program on both sides.
+The page embeds the installed sources of the closed forms (`page.sources`) and runs them with Brython, a Python
+implementation in JavaScript, on the small stand-ins of `page.standins`. No formula is duplicated: a change here appears
+in the next page. Both Python here and the browser run `page.form`.
 """
 
 import html
@@ -22,18 +22,19 @@ from jaxllm.ledger.report.page import form, sources
 from jaxllm.ledger.request import TASKS, BillRequest
 
 _ASSETS = pathlib.Path(__file__).parent / "assets"
-# Of Brython's library; all else that the closed forms import is in `page.standins`.
+# Modules of Brython's library to embed; all others that the closed forms import are in `page.standins`.
 _LIBRARY = ("math", "sys")
 
 
 def render(asked: BillRequest, device_name: str, task: str) -> str:
-    """The page, the same bytes for the same request.
+    """Returns the HTML of the page. The same request gives the same bytes.
 
     Args:
-      device_name: what `--device` was.
-      task: train, infer or both: what the page shows first.
+      asked: request that fills the form at first.
+      device_name: value of `--device`.
+      task: train, infer or both; selects what the page shows first.
     Raises:
-      UserError: Brython is not installed, or both bills are refused.
+      UserError: Brython is not installed, or a bill of `task` cannot be computed.
     """
     runtime = _brython()
     started = form.start(asked, device_name)
@@ -66,10 +67,10 @@ def render(asked: BillRequest, device_name: str, task: str) -> str:
 
 
 def _brython() -> pathlib.Path:
-    """The folder of Brython's scripts.
+    """Returns the folder of Brython's scripts.
 
     Raises:
-      UserError: it is not installed.
+      UserError: Brython is not installed.
     """
     found = importlib.util.find_spec("brython")
     if found is None or found.origin is None:
@@ -78,23 +79,23 @@ def _brython() -> pathlib.Path:
 
 
 def require() -> None:
-    """Brython is there.
+    """Checks that Brython is installed.
 
     Raises:
-      UserError: it is not installed.
+      UserError: Brython is not installed.
     """
     _brython()
 
 
 def _library(runtime: pathlib.Path) -> dict[str, Any]:
-    """The modules of Brython's library that the page needs, in its own form."""
+    """Returns the modules of Brython's library that the page needs, in Brython's format."""
     text = (runtime / "brython_stdlib.js").read_text()
     every, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
     return {name: every[name] for name in _LIBRARY}
 
 
 def _inline(text: str) -> str:
-    """JSON that ends no script element."""
+    """Escapes JSON so that it cannot close the script element around it."""
     return text.replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""What the page's form asks, and the answer by the closed forms: run by Python here, and by the browser in the page."""
+"""Form of the HTML page and its answers by the closed forms; runs in Python here and in the browser."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,13 +20,13 @@ HERE = "this machine"
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One control.
+    """One control of the form.
 
     Attributes:
-      name: a field of the configuration, or a flag of the command.
-      label: for people.
-      choices: what it may hold; empty for a number.
-      least: of a number.
+      name: `config.` and a field of the configuration, or a flag of the command.
+      label: user-facing label.
+      choices: allowed values; empty for a number.
+      least: minimum of a number.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Field:
     least: int = 1
 
 
-# Group -> its controls.
+# Group -> controls.
 FORM: dict[str, tuple[Field, ...]] = {
     "Model and device": (
         Field("config.model.name", "model", tuple(architectures.ARCHITECTURES)),
@@ -71,10 +71,11 @@ FORM: dict[str, tuple[Field, ...]] = {
 
 
 def start(asked: BillRequest, device_name: str) -> dict[str, Any]:
-    """What the page starts from, as JSON: the configuration, the device if it is this machine, and the form's values.
+    """Returns the initial state of the page as JSON: the configuration, the device if local, and the form's values.
 
     Args:
-      device_name: what `--device` was; auto is `this machine`, whose figures the page then carries.
+      asked: request that fills the form.
+      device_name: value of `--device`. With `auto` the form shows `this machine`, and the page embeds its figures.
     """
     here = device_name not in detect.DEVICES
     flags = {
@@ -101,14 +102,15 @@ def _machine_json(device: Device) -> dict[str, Any]:
 
 
 def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> BillRequest:
-    """The request that the form makes of what the page started from.
+    """Returns the request for the form's values on top of the initial state.
 
-    Overrides of a model's numbers belong to the model that they were written for: another drops them.
+    Overrides of model dimensions apply only to the model they were written for; selecting another model drops them.
 
     Args:
-      texts: what each control holds.
+      started: initial state, from `start`.
+      texts: control name -> text.
     Raises:
-      UserError: a value that its field cannot hold, or no such device.
+      UserError: a value is invalid for its field, or the device is unknown.
     """
     values = {field.name: _parsed(field, texts[field.name]) for fields in FORM.values() for field in fields}
     tree = {name: dict(node) if isinstance(node, dict) else node for name, node in started["config"].items()}
@@ -138,14 +140,16 @@ def _parsed(field: Field, text: str) -> int | str:
 
 
 def _flag(field: Field) -> str:
-    """As messages of the command name it."""
+    """Returns the field's name as in messages of the command."""
     return field.name if field.name.startswith("config.") else f"--{field.name}"
 
 
 def answer(started: Mapping[str, Any], texts: Mapping[str, str], task: str = "both") -> dict[str, Any]:
-    """The bill of each task asked for, as JSON, or {"error": one line} where it cannot be had; both of them compared.
+    """Returns each requested task's bill as JSON, or {"error": one line}, and the comparison if both succeed.
 
     Args:
+      started: initial state, from `start`.
+      texts: control name -> text.
       task: train | infer | both.
     """
     tasks = TASKS if task == "both" else (task,)
@@ -163,7 +167,7 @@ def answer(started: Mapping[str, Any], texts: Mapping[str, str], task: str = "bo
 
 
 def _bill(make: Callable[[BillRequest], Ledger], made: BillRequest) -> Ledger | str:
-    """The bill, or why there is none."""
+    """Returns the bill, or the error message if there is none."""
     try:
         return make(made)
     except UserError as error:
@@ -171,7 +175,7 @@ def _bill(make: Callable[[BillRequest], Ledger], made: BillRequest) -> Ledger | 
 
 
 def _to_json(ledger: Ledger | str, made: BillRequest) -> dict[str, Any]:
-    """The ledger JSON, with the words and sums that the page shows."""
+    """Returns the ledger as JSON, with the texts and sums that the page shows."""
     if isinstance(ledger, str):
         return {"error": ledger}
     shown = {

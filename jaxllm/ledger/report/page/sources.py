@@ -1,9 +1,9 @@
-"""The Python sources that the page carries: the closed forms as they are installed, ready for a browser.
+"""Python sources that the HTML page embeds: the installed closed forms, prepared for a browser.
 
-The page runs the same modules that the command runs. They are found by following imports from the page's form; what
-takes no part in a closed form (compilers, traces, terminal tables, arrays) is left out, and a stand-in without values
-takes its place (`page.standins`). Annotations and docstrings are taken out: they weigh, and annotations name modules
-that are not there. The annotated fields of a class stay, as its `__fields__`.
+The page runs the same modules as the command. They are found by following imports from the page's form. Modules that no
+closed form needs (compilers, traces, terminal tables, arrays) are left out and replaced by stand-ins without values
+(`page.standins`). Annotations and docstrings are removed: they add size, and annotations name missing modules. The
+annotated fields of a class are kept as its `__fields__`.
 """
 
 import ast
@@ -15,18 +15,18 @@ import jaxllm
 
 ROOT = pathlib.Path(jaxllm.__file__).parent
 FORM = "jaxllm.ledger.report.page.form"
-# Those that need names of others stand after them.
+# In dependency order.
 STANDINS = tuple(
     f"jaxllm.ledger.report.page.standins.{name}" for name in ("names", "records", "library", "trees", "install")
 )
-# Imported by modules of the closed forms, and not for them.
+# Imported by modules of the closed forms, but not needed by these.
 LEFT_OUT = ("jaxllm.step.state",)
 
 
 def embedded() -> tuple[dict[str, str], tuple[str, ...]]:
-    """(name -> source of each module that the page carries, empty of packages; names of those that it lacks).
+    """Returns (name -> source of each embedded module, names of absent modules). Sources of packages are empty.
 
-    Both are sorted, so that a page is made of the same bytes each time.
+    Both are sorted, so the page is reproducible byte for byte.
     """
     found: dict[str, str] = {}
     absent: set[str] = set()
@@ -47,7 +47,7 @@ def embedded() -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def standins() -> str:
-    """The program that has to run first: the stand-ins one after another, so that none imports another."""
+    """Returns the program that must run first: all stand-ins concatenated, without imports of each other."""
     body: list[ast.stmt] = []
     for name in STANDINS:
         path = _path(name)
@@ -58,7 +58,7 @@ def standins() -> str:
 
 
 def _path(module: str) -> pathlib.Path | None:
-    """The file of a module of this project; None for others."""
+    """Returns the file of a module of this project, or None for other modules."""
     first, *rest = module.split(".")
     if first != ROOT.name:
         return None
@@ -72,7 +72,7 @@ def _parents(module: str) -> list[str]:
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
-    """Modules that a source names in its imports, wherever they stand."""
+    """Yields the modules that a source imports, at any level of nesting."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -85,7 +85,7 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def lighter(source: str) -> ast.Module:
-    """A source without docstrings, annotations, and the imports that only these needed."""
+    """Returns a source's tree without docstrings, annotations, and the imports that only annotations needed."""
     tree = _Lighter().visit(ast.parse(source))
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | _exported(tree)
     for node in list(tree.body):
@@ -97,7 +97,7 @@ def lighter(source: str) -> ast.Module:
 
 
 def _exported(tree: ast.Module) -> set[str]:
-    """Names in a module's `__all__`: those that a package hands on from its modules."""
+    """Returns the names in a module's `__all__`, which a package re-exports from its modules."""
     assigned = [
         node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]

@@ -75,7 +75,7 @@ class Pass:
 
     @property
     def wraps(self) -> bool:
-        """True if ring-buffer layers take in several tokens: they read the old slots and write the new ones separately."""
+        """True if ring-buffer layers take in several tokens: they read old slots and write new ones separately."""
         rings = (self.slots(kind) < self.capacity for kind in self.model.pattern)
         return self.tokens > 1 and any(rings)
 
@@ -106,7 +106,7 @@ class Pass:
         return 2 * self.model.repeats * self.batch * self.model.kv_heads * self.model.head_dim * rings * self.c
 
     def weight_bytes(self, *names: str) -> int:
-        """Returns the bytes of one repeat of the layer pattern in the compute dtype: all weights, or the named arrays."""
+        """Returns the compute-dtype bytes of one repeat of the layer pattern: all weights, or the named arrays."""
         layers = param_specs(self.model)["layers" if self.model.repeats else "tail"]
         found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=is_spec)
         size = sum(spec.size for path, spec in found if not names or path[-1].key in names)

@@ -93,7 +93,7 @@ def _mlp(one: Prefill) -> list[Array]:
 
 
 def _table(one: Prefill) -> list[Array]:
-    """Returns the row-major copy that the logits matmul reads of a table stored by columns (rows do not fill the lanes)."""
+    """Returns the row-major table that the logits matmul reads; rows that do not fill lanes are stored by columns."""
     return one.outside([one.table], one.beside_cache) if one.model.width % tpu_tiles.LANES else []
 
 

@@ -28,7 +28,8 @@ from jaxllm.model.specs import cache_slots
 # Above _TWICE slots XLA mostly uses two arrays, scores and exponentials. From _IN_PARTS slots on it processes the keys
 # of a query in parts, and uses one.
 _TWICE, _IN_PARTS = 2048, 12288
-# Slots and tokens up to which XLA may use one array or two.
+# At most _TWICE slots: XLA uses two arrays for at most _FEW_TOKENS tokens, if there are more than _FEW_SLOTS slots or
+# no grouped queries; else one.
 _FEW_SLOTS, _FEW_TOKENS = 1024, 128
 _EXPONENTIALS = "exponentials of scores"
 

@@ -79,10 +79,10 @@ def workspace_rows(
 
 
 def _rows(one: Pass, phase: str, like: str) -> list[Row]:
-    """Returns rows of the general rules, for passes that `cpu` and `tpu` do not cover, with arrays of the phase `like`."""
+    """Returns rows by the general rules, if `cpu` and `tpu` do not apply, with the arrays of the phase `like`."""
     kind = f"{phase} workspace"
     made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
-    # A token is sampled after the layers, in the buffers of the weight copies. In decode on a CPU it needs extra memory.
+    # A token is sampled after the layers, in the buffers of the weight copies; in CPU decode it needs extra memory.
     shared = one.platform == "gpu" or like == PREFILL
     there = sum(row.bytes_per_device for row in made if shared and row.name == CUT)
     choice = _choice(one)
@@ -111,7 +111,7 @@ def _copies(one: Pass, phase: str) -> Iterator[Row]:
         whole = whole // one.c * FLOAT32
         yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
         if one.c < FLOAT32:
-            # The CPU has no 16-bit matmuls: XLA converts the inputs of the loop over layers to float32 before it.
+            # A CPU has no 16-bit matmuls: XLA converts the inputs of the loop over layers to float32 before the loop.
             numbers = _read_by_products(model)
             yield rows.row("weights in float32", "weights", phase, f"{numbers:,} × {FLOAT32} B", numbers * FLOAT32)
             if phase == DECODE:

@@ -23,7 +23,7 @@ def copied(run: TrainingRun) -> tuple[int, list[int]]:
         return 0, []
     sizes = []
     for slot in SLOTS[name]:
-        # The element or two beside a factored state are not worth an entry of their own.
+        # The one or two extra elements of a factored state are too few for a separate entry.
         sizes += [sum(held(slot, parameter, run)) * run.moment for parameter in run.trained]
     total = sum(sizes)
     if len(SLOTS[name]) == 2:

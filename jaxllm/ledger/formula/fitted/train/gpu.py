@@ -59,7 +59,7 @@ def _shares_zeros(run: TrainingRun, phase: str) -> Iterator[Row]:
 
 
 def _one_chunk(run: TrainingRun) -> bool:
-    """Returns True if one loss chunk has all tokens; the head's gradient is then computed after the layers' gradients."""
+    """Returns True if one loss chunk has all tokens; the head's gradient then comes after the layers' gradients."""
     return run.config.train.loss_chunk >= run.tokens
 
 

@@ -60,7 +60,7 @@ def _computing_copies(run: TrainingRun) -> list[Parameter]:
 
 
 def forward_rows(run: TrainingRun) -> Iterator[Row]:
-    """Yields rows of the largest live set of the forward pass: after the all-gather, in the last layers, or the loss."""
+    """Yields rows of the largest live set of the forward pass: after all-gather, in the last layers, or the loss."""
     found = [list(_weights_put_together(run)), list(_last_layers(run)), list(_loss(run))]
     yield from max(found, key=lambda made: sum(row.bytes_per_device for row in made))
 
@@ -138,7 +138,7 @@ def _is_narrow(run: TrainingRun) -> bool:
 
 
 def _narrow_table(run: TrainingRun, phase: str) -> Iterator[Row]:
-    """Yields the padded row-major copy of a table, which matmuls read; rows that do not fill lanes are stored by columns."""
+    """Yields the padded row-major table that matmuls read; rows that do not fill lanes are stored by columns."""
     width = run.model.width
     words = head_numbers(run) // width
     yield numbers("table by rows", "weights", phase, words * tpu_tiles.up(width, tpu_tiles.LANES), run.compute)

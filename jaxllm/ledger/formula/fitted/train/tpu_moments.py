@@ -74,7 +74,7 @@ def _scores(run: TrainingRun) -> int:
 
 
 def _weights(run: TrainingRun) -> tuple[int, int]:
-    """Returns (bytes of a layer's largest matrix, copies): its gradient, plus two all-gathered ones with ZeRO stage 3."""
+    """Returns (bytes of a layer's largest matrix, copies): its gradient, plus two all-gathered in ZeRO stage 3."""
     if run.stage < 3:
         return _largest_matrix(run)[1] * run.compute, 1
     return gathered_matrix(run), 3

@@ -1,6 +1,6 @@
-"""What the closed forms use of Python's library and of JAX, small: for the browser, where neither is at hand.
+"""Small stand-ins for the parts of Python's library and of JAX that the closed forms use, for the browser.
 
-They run first in the page, as one program (`page.sources`). Trees, dataclasses and caches do what the originals do, as
-far as the closed forms go; a name of anything else may be imported, called as a decorator, and combined with others,
-and has no value to compute with, so that a figure cannot come out of it unnoticed.
+They run first in the page, as one program (`page.sources`). Trees, dataclasses and caches behave like the originals as
+far as the closed forms need. Any other name can be imported, called as a decorator, and combined with others, but has
+no value to compute with, so it cannot produce a wrong figure silently.
 """

@@ -1,4 +1,4 @@
-"""Puts everything into its place."""
+"""Installation of the stand-ins in `sys.modules` of the browser's Python."""
 
 from jaxllm.ledger.report.page.standins.library import (
     bisect_left,
@@ -26,10 +26,12 @@ from jaxllm.ledger.report.page.standins.trees import DType, leaves, leaves_with_
 
 
 def install(absent: list[str], jax_version: tuple[int, ...], environment: dict[str, str]) -> None:
-    """Puts the modules in their places, and a stand-in for each that is absent.
+    """Installs the stand-in modules, and a placeholder for each absent module.
 
     Args:
-      environment: variables of the process that wrote the page which the closed forms read.
+      absent: names of modules that the page does not embed.
+      jax_version: value of `jax.__version_info__`.
+      environment: variables that the closed forms read, from the process that wrote the page.
     """
     for name in absent:
         if name not in ("math", "sys"):

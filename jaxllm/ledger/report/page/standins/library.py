@@ -1,6 +1,6 @@
-"""functools, json, copy, difflib and bisect.
+"""Stand-ins for functools, json, copy, difflib and bisect.
 
-JSON is written with all digits of an integer; what is read comes from the page.
+JSON output has all digits of an integer. JSON input comes from the page only.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def lru_cache(maxsize: Any = None, **_: Any) -> Any:
     return cache(maxsize) if callable(maxsize) else cache
 
 
-class cached_property:  # noqa: N801, the name of the original
+class cached_property:  # noqa: N801, named like the original
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function, self.name = function, ""
 
@@ -70,12 +70,12 @@ def deepcopy(thing: Any) -> Any:
 
 
 def closest(word: str, possibilities: Any, n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """In the place of difflib's: a form offers only what there is, so nobody mistypes."""
+    """Replaces difflib's get_close_matches with the first `n` candidates: the form offers only valid values."""
     return list(possibilities)[:n]
 
 
 def bisect_left(values: list[Any], value: Any) -> int:
-    """Where a value belongs in an ascending list, before those that equal it."""
+    """Returns the insertion index of a value in an ascending list, before equal entries."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2

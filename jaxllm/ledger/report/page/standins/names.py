@@ -1,4 +1,4 @@
-"""Names of modules that are not there, and the modules that stand in for them."""
+"""Placeholder names of modules that the page does not embed, and the modules that contain them."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ _Module: Any = type(sys)
 
 
 class Standin:
-    """A name of a module that is not there."""
+    """Placeholder for a name of an absent module; it can be called and combined, but has no value."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -19,7 +19,7 @@ class Standin:
         return Standin(f"{self.name}.{attribute}")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        # As a decorator it leaves things as they are.
+        # As a decorator it returns its argument unchanged.
         return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else Standin(f"{self.name}()")
 
     def __getitem__(self, key: Any) -> Any:
@@ -39,7 +39,7 @@ class Standin:
 
 
 def module(name: str, **names: Any) -> Any:
-    """A module of this name that has these names, and a stand-in for every other."""
+    """Installs and returns a module with the given names, and a `Standin` for any other name."""
     made: Any = sys.modules.get(name) or _Module(name)
     made.__path__ = []
     made.__getattr__ = lambda attribute: Standin(f"{name}.{attribute}")
@@ -47,6 +47,6 @@ def module(name: str, **names: Any) -> Any:
         setattr(made, key, value)
     sys.modules[name] = made
     parent, _, leaf = name.rpartition(".")
-    if parent and not parent.startswith("jaxllm"):  # those packages are there, and find it when they are asked
+    if parent and not parent.startswith("jaxllm"):  # packages of jaxllm are present and import it themselves
         setattr(sys.modules.get(parent) or module(parent), leaf, made)
     return made

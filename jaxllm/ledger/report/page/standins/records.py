@@ -1,4 +1,4 @@
-"""dataclasses: a class has its annotated fields as __fields__ (page.sources)."""
+"""Stand-in for dataclasses; the annotated fields of a class are in its `__fields__` (see `page.sources`)."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ MISSING: Any = object()
 
 
 class Field:
-    """One field; its default, where it has one."""
+    """One field of a dataclass, with its default or default factory, if any."""
 
     def __init__(self, default: Any, default_factory: Any, init: bool, compare: bool) -> None:
         self.default, self.default_factory, self.init, self.compare = default, default_factory, init, compare
@@ -39,7 +39,7 @@ def _made(cls: Any, frozen: bool, eq: bool) -> Any:
     checked = hasattr(cls, "__post_init__")
 
     def initialize(self: Any, *values: Any, **named: Any) -> None:
-        if len(values) == len(held) and not named:  # by far the commonest, and quicker so
+        if len(values) == len(held) and not named:  # fast path for by far the most common call
             self.__dict__.update(zip(held, values, strict=True))
             if checked:
                 self.__post_init__()
@@ -59,7 +59,7 @@ def _made(cls: Any, frozen: bool, eq: bool) -> Any:
     def equal(self: Any, other: Any) -> bool:
         return self is other or (self.__class__ is other.__class__ and values_of(self) == values_of(other))
 
-    def hashed(self: Any) -> int:  # of what is frozen: it stays
+    def hashed(self: Any) -> int:  # cached: frozen instances do not change
         if "_hash" not in self.__dict__:
             self.__dict__["_hash"] = hash(values_of(self))
         return self.__dict__["_hash"]

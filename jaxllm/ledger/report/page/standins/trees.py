@@ -1,10 +1,10 @@
-"""JAX's trees of dictionaries, lists and tuples, and its dtypes; the keys of a dictionary are sorted."""
+"""Stand-ins for JAX's pytrees (dicts with sorted keys, lists and tuples) and dtypes."""
 
 from typing import Any
 
 
 class Key:
-    """One step of a path; `key` in a dictionary, `idx` in a sequence."""
+    """One entry of a pytree path: `key` in a dictionary, `idx` in a sequence."""
 
     def __init__(self, **place: Any) -> None:
         self.__dict__.update(place)
@@ -40,7 +40,7 @@ def tree_map(function: Any, tree: Any, *rest: Any, is_leaf: Any = None) -> Any:
 
 
 class DType:
-    """A dtype by its name."""
+    """A dtype that has only a name."""
 
     def __init__(self, named: Any) -> None:
         self.name = named if isinstance(named, str) else named.name
