@@ -68,7 +68,7 @@ class Search:
     seconds: float
 
 
-def setting_of(space: Space, choice: Choice) -> TrainingRun:
+def training_run_of(space: Space, choice: Choice) -> TrainingRun:
     """Returns the training run of a choice, as the memory and compute formulas take it.
 
     Raises:
@@ -84,7 +84,7 @@ def ledger_of(space: Space, choice: Choice) -> Ledger:
 
 def verdict(space: Space, device: Device, choice: Choice, peak_bytes: int) -> Verdict:
     """Returns the verdict of a choice whose peak is already computed."""
-    least = roofline.train_step(setting_of(space, choice), device)
+    least = roofline.train_step(training_run_of(space, choice), device)
     seconds, bound = least.seconds, least.bound
     known = dict(least.seconds_of) or {"nothing that is known": float("inf")}
     if isinstance(seconds, Unknown) or isinstance(bound, Unknown):
@@ -159,7 +159,7 @@ class _Judge:
         mesh = (choice.replica, choice.data, choice.tensor, choice.zero)
         key = (*mesh, choice.offload, choice.moment_dtype, choice.precision)
         if key not in self._states:
-            rows = state_rows(setting_of(self._space, choice))
+            rows = state_rows(training_run_of(self._space, choice))
             self._states[key] = sum(row.bytes_per_device for row in rows if row.phase == PERSISTENT)
         return self._states[key]
 

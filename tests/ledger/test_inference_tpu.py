@@ -190,10 +190,16 @@ def test_padding_of_weights_and_cache():
 
 
 def test_experts_are_counted_whole():
-    model = dataclasses.replace(models.ROTARY, experts=8, experts_per_token=2)
-    (row,) = [row for row in rows_of(model, "bf16") if "experts" in row.name] or [None]
-    dense = sum(row.bytes_per_device for row in rows_of(models.ROTARY, "bf16"))
-    assert row is None or row.bytes_per_device > dense
+    """All arrays of a layer's experts are billed: at least gate and up of each token's experts, and the weights."""
+    dense = dataclasses.replace(models.ROTARY, mlp_width=4096)
+    model = dataclasses.replace(dense, experts=8, experts_per_token=2)
+    tokens, weights = 8 * 128, 3 * 8 * model.width * model.mlp_width
+    ledger = inference(model, 8, 256, 128, "bf16", "bf16", platform="tpu")
+    (row,) = [row for row in ledger.rows if "experts" in row.name]
+    assert row.bytes_per_device > 2 * (2 * tokens * 2 * model.mlp_width + weights)
+    assert not [
+        row for row in inference(dense, 8, 256, 128, "bf16", "bf16", platform="tpu").rows if "expert" in row.name
+    ]
 
 
 def test_a_forward_pass_without_a_cache_is_of_the_decode_phase():

@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import math
-import time
 
+import calls
 import models
 import pytest
 
@@ -209,9 +209,6 @@ def test_small_models_too():
 def test_a_planner_can_ask_ten_thousand_times():
     run = training_run("llama3-70b", batch=64, mesh_data=8, mesh_tensor=8, mesh_zero=3, remat_policy="full")
 
-    def seconds() -> float:
-        begun = time.perf_counter()
-        roofline.train_step(run, H100)
-        return time.perf_counter() - begun
-
-    assert min(seconds() for _ in range(50)) < 1e-3
+    roofline.train_step(run, H100)
+    # 504 calls on Python 3.11: under a millisecond on any machine (experiments/planner_speed.py measures it).
+    assert calls.count(lambda: roofline.train_step(run, H100)) < 2_000

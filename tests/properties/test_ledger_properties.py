@@ -1,8 +1,8 @@
 """What holds for every ledger: sums, names, JSON, and the time that a closed form takes."""
 
 import json
-import time
 
+import calls
 import draws
 import pytest
 from hypothesis import given
@@ -95,16 +95,12 @@ def test_an_inspection_survives_json(inspection):
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama3.1-405b", "mixtral-8x7b", "gemma3-27b"])
-def test_a_closed_form_takes_less_than_ten_milliseconds(name):
+def test_a_closed_form_is_a_few_thousand_function_calls(name):
+    """The target is under 10 ms, which is some 50,000 calls; `experiments/planner_speed.py` measures the time."""
     model, config = ARCHITECTURES[name], Config()
     config.optimizer.name, config.mesh.data, config.mesh.zero, config.train.batch_size = "muon", 8, 3, 8
 
-    def seconds(make) -> float:
-        begun = time.perf_counter()
-        make()
-        return time.perf_counter() - begun
-
-    assert min(seconds(lambda: training(model, config, "bf16")) for _ in range(15)) < 0.01
-    assert min(seconds(lambda: flops.train_step(model, config, "bf16")) for _ in range(15)) < 0.01
-    assert min(seconds(lambda: communication.train_step(model, config, "bf16")) for _ in range(15)) < 0.01
+    for form in (training, flops.train_step, communication.train_step):
+        form(model, config, "bf16")  # what depends on the model alone is computed once
+        assert calls.count(lambda form=form: form(model, config, "bf16")) < 15_000
     assert min(seconds(lambda: inference(model, 8, 4096, 256, "bf16", "bf16")) for _ in range(15)) < 0.01

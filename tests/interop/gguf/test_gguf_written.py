@@ -52,8 +52,9 @@ def test_every_published_model_has_a_family_that_says_all_of_it(name):
     family = gguf_keys.choose(model)
     kin = {"smollm2": "llama", "mistral": "llama", "mixtral": "llama", "gpt3": "gpt2", "qwen2.5": "qwen2"}
     start = name.split("-")[0]
-    expected = kin.get(start, "llama" if start.startswith("llama") else start)
-    assert family == ("qwen3moe" if model.experts and start == "qwen3" else expected) or start.startswith("phi")
+    families = {"llama": "llama", "phi": "phi3"}
+    expected = kin.get(start, next((kind for name, kind in families.items() if start.startswith(name)), start))
+    assert family == ("qwen3moe" if model.experts and start == "qwen3" else expected)
 
 
 def test_bytes_and_a_chat_template_travel_along(tmp_path):

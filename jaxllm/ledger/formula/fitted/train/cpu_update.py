@@ -59,7 +59,7 @@ def _orthogonalized(run: TrainingRun) -> list[Held]:
     parts = [arrays("directions", "optimizer", UPDATE, [*shares, *shares], FLOAT32)]
     if run.stage:
         whole = [run.computing(p) for p in matrices]
-        parts.append(arrays("directions put together", "optimizer", UPDATE, [*whole, max(whole)], FLOAT32))
+        parts.append(arrays("all-gathered directions", "optimizer", UPDATE, [*whole, max(whole)], FLOAT32))
     elif run.tensor == 1:
         of_attention = [run.per_device(p.moment) for p in matrices if ".attn." in p.name]
         parts.append(arrays("directions of attention, in order", "optimizer", UPDATE, of_attention, FLOAT32))

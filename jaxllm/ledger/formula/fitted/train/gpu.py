@@ -29,7 +29,7 @@ def forward_rows(run: TrainingRun) -> Iterator[Row]:
         return
     yield from between_passes(run, FORWARD, run.parameters, run.compute)
     count = sum(run.per_device(p.share) for p in run.select("embed", "head", trained=True))
-    yield numbers("shares put together", "weights", FORWARD, count, run.compute)
+    yield numbers("all-gathered shards", "weights", FORWARD, count, run.compute)
     stacks = [run.computing(p) for p in run.select("layers", trained=True) if p.share.zero_dim not in (None, 0, 1)]
     if stacks:
         yield numbers("weights, in another order", "weights", FORWARD, max(stacks), run.compute)
@@ -222,7 +222,7 @@ def update_rows(run: TrainingRun) -> Iterator[Row]:
     yield from from_host(run, UPDATE)
     if together:
         whole = sum(map(run.computing, run.select("layers", trained=True)))
-        yield numbers("new weights, put together", "weights", UPDATE, whole, run.store)
+        yield numbers("new weights, all-gathered", "weights", UPDATE, whole, run.store)
     largest = max(run.per_device(parameter.moment) for parameter in run.trained)
     if name in ("lion", "adafactor"):
         copies = 2 if name == "adafactor" and size != FLOAT32 else 1  # plus the gradient in float32

@@ -71,7 +71,7 @@ def _weights_put_together(run: TrainingRun) -> Iterator[Row]:
         return
     yield from _kept(run, FORWARD, list(run.parameters))
     count = sum(run.per_device(p.share) for p in run.select("embed", "head", trained=True))
-    yield numbers("shares put together", "weights", FORWARD, count, run.compute)
+    yield numbers("all-gathered shards", "weights", FORWARD, count, run.compute)
 
 
 def _last_layers(run: TrainingRun) -> Iterator[Row]:

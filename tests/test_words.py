@@ -1,0 +1,90 @@
+"""Docstrings begin with a statement; identifiers and messages use the field's terms."""
+
+import ast
+import functools
+import re
+
+import pytest
+import runs
+
+PATHS = sorted((runs.ROOT / "jaxllm").rglob("*.py"))
+# A first line that leans on the name above it, or asks a question, says nothing by itself.
+HEADLESS = re.compile(r"(Of|The same|What|Whether|How it|As `\w+`,|Likewise)\b")
+# Word that is not the field's -> the field's.
+DIALECT = {
+    r"held against": "compared with, checked against",
+    r"(is|are) told": "reported, printed, returned",
+    r"made again": "recomputed",
+    r"put together": "all-gathered, concatenated",
+    r"shortage": "out of memory",
+    r"nobody": "unknown",
+    r"\bisland": "link domain",
+}
+# Parts of identifiers, between underscores and in CamelCase.
+IDENTIFIERS = {
+    "shortage",
+    "island",
+    "survivors",
+    "recipe",
+    "setting",
+    "Recipe",
+    "Setting",
+    "Clock",
+    "Partition",
+    "WHOLE",
+}
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+def docstrings(module):
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), text
+
+
+def strings(module):
+    return [(n.lineno, n.value) for n in ast.walk(module) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
+def identifiers(module):
+    for node in ast.walk(module):
+        name = getattr(node, "name", None) or getattr(node, "id", None) or getattr(node, "arg", None)
+        if isinstance(name, str):
+            yield getattr(node, "lineno", 0), name
+
+
+def faults(module):
+    """Lines of a module whose words are not the field's, with what is wrong."""
+    for line, text in docstrings(module):
+        if HEADLESS.match(text):
+            yield line, f"docstring begins: {text.splitlines()[0]}"
+    for line, text in strings(module):
+        for word, standard in DIALECT.items():
+            if found := re.search(word, text):
+                yield line, f"{found[0]!r}; write: {standard}"
+    for line, name in identifiers(module):
+        if name in IDENTIFIERS or IDENTIFIERS & set(name.lower().strip("_").split("_")):
+            yield line, f"identifier {name}"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(runs.ROOT / "jaxllm")))
+def test_words_are_the_fields(path):
+    assert list(faults(tree(path))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def f():\n    """Of a row: its bytes."""\n',
+        'def f():\n    """Returns bytes.\n\n    They are held against XLA\'s.\n    """\n',
+        'raise ValueError("it is told below")\n',
+        "def f(setting): ...\n",
+        "class ModelRecipe: ...\nRecipe = 1\n",
+    ],
+)
+def test_other_words_are_found(source):
+    assert list(faults(ast.parse(source)))
