@@ -1,4 +1,4 @@
-"""Counts function calls: a deterministic measure of the work of pure Python code, on any machine and under any load."""
+"""Counts function calls: a deterministic measure of the work of pure Python code, independent of machine and load."""
 
 import cProfile
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def count(function: Callable[[], Any]) -> int:
-    """Number of Python and C functions that a call of `function` enters."""
+    """Returns how many Python and C functions run during one call of `function`."""
     profile = cProfile.Profile()
     profile.runcall(function)
     return sum(entry.callcount for entry in profile.getstats())

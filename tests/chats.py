@@ -1,4 +1,4 @@
-"""Conversations and a model's way to put them, for the tests of what is trained on."""
+"""Conversations, tokenizers and chat templates for the tests of chat training data."""
 
 import json
 
@@ -15,7 +15,7 @@ CHATML = (
 
 
 def byte_level(begins: bool) -> JsonTokenizer:
-    """Ids 0 to 255 are bytes; then <s>, <|im_start|>, <|im_end|>."""
+    """Byte-level tokenizer: ids 0 to 255 are bytes, followed by <s>, <|im_start|> and <|im_end|>."""
     special = ["<s>", "<|im_start|>", "<|im_end|>"]
     vocabulary = byte_alphabet()
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

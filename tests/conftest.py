@@ -1,4 +1,4 @@
-"""Every test sees 8 CPU devices, and broadcasting between unequal ranks is an error in all of the code."""
+"""Gives every test 8 CPU devices, and makes implicit rank promotion an error."""
 
 import os
 
@@ -9,11 +9,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {compiler.FAST}"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
-import jax  # after its settings
+import jax  # must follow the environment settings
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """Each compiled program has memory mappings of its own, of which Linux allows a process 65,530: then XLA dies."""
+    """Frees compiled programs: each has memory mappings, Linux allows a process 65,530, and XLA crashes beyond that."""
     yield
     jax.clear_caches()

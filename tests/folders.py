@@ -1,4 +1,4 @@
-"""Hugging Face folders of small random models, made without anybody's library but ours."""
+"""Hugging Face folders of small random models, written by jaxllm alone."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ _GEMMA2 = dataclasses.replace(
     rope_factor=1.0,
     rope_theta_sliding=0.0,
 )
-# One of each family; layers over after the last whole pattern, and a head that is no width / heads, where it can be.
+# One model per family. Where possible, layers remain after the last whole pattern and head_dim is not width / heads.
 FAMILIES: dict[str, Architecture] = {
     "gpt2": dataclasses.replace(models.LEARNED, tied_embeddings=True),
     "llama": dataclasses.replace(models.ROTARY, head_dim=10, qkv_bias=True, out_bias=True, mlp_bias=True),
@@ -50,7 +50,7 @@ FAMILIES: dict[str, Architecture] = {
 
 
 def random_tree(model: Architecture, dtype=ml_dtypes.bfloat16, seed: int = 0):
-    """A parameter tree of random bits that are finite numbers."""
+    """Returns a parameter tree of random bits that represent finite values."""
     generator = np.random.default_rng(seed)
     return specs.map_specs(lambda spec: generator.standard_normal(spec.shape).astype(dtype), specs.param_specs(model))
 
@@ -58,7 +58,7 @@ def random_tree(model: Architecture, dtype=ml_dtypes.bfloat16, seed: int = 0):
 def write(
     folder: pathlib.Path, model: Architecture, tree, family: str = "", shard_bytes: int = 1 << 40
 ) -> pathlib.Path:
-    """A folder of the model, in the dtype of the tree."""
+    """Writes a Hugging Face folder of the model in the dtype of the tree."""
     folder.mkdir(exist_ok=True)
     dtype = np.asarray(tree["embed"]["tokens"]).dtype
     huggingface.export(folder, model, tree, dtype, shard_bytes=shard_bytes, family=family, end_ids=(1, 2))
@@ -70,7 +70,7 @@ def tensors(model: Architecture, tree, family: str) -> dict[str, np.ndarray]:
 
 
 def change_config(folder: pathlib.Path, **fields) -> None:
-    """Sets fields; ... takes one out."""
+    """Sets fields of config.json; the value ... removes a field."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))

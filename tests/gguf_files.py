@@ -1,4 +1,4 @@
-"""GGUF files of small random models: ours, and changed by the `gguf` package alone."""
+"""GGUF files of small random models: written by jaxllm, and modified by the `gguf` package alone."""
 
 import gguf_models
 import jax
@@ -16,7 +16,7 @@ def write(path, model, params=None, quantization="F32", tokenizer=None, **change
 
 
 def rewritten(source, path, keys=None, tensors=None, arch=None):
-    """A copy of a file with other keys (None: without it) and tensors, by the `gguf` package alone."""
+    """Copies a GGUF file with changed keys (None removes a key) and tensors, using the `gguf` package alone."""
     file = gguf_file.open_tensors(source)
     values = file.metadata._values | (keys or {})
     writer = GGUFWriter(path, arch or values["general.architecture"])

@@ -1,4 +1,4 @@
-"""Small models of every family that GGUF has, with every quirk of each."""
+"""Small models of every GGUF family, covering all special cases of each."""
 
 import dataclasses
 
@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[str, Architecture]] = {
 
 
 def random_params(model, dtype=jnp.float32, seed=0, scale=1.0):
-    """Every array, norms and biases too, of random numbers of a standard deviation."""
+    """Returns random parameters, including norms and biases, with the given standard deviation."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda x: jnp.asarray(scale * rng.normal(size=x.shape), x.dtype), abstract(param_specs(model), dtype)

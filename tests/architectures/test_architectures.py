@@ -1,4 +1,4 @@
-"""The published numbers: parameter counts to the last digit, and what a count cannot see."""
+"""Checks parameter counts and shapes of the architectures against the published models, exactly."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jaxllm.config.validate import check_architecture
 from jaxllm.errors import UserError
 from jaxllm.model.specs import is_spec, param_specs, parameter_count
 
-# Parameters in the published checkpoints; of GPT-3, 12·L·D² + 13·L·D + (V + P)·D + 2·D.
+# Parameter counts of the published checkpoints; for GPT-3, 12·L·D² + 13·L·D + (V + P)·D + 2·D.
 PUBLISHED: dict[str, int] = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -71,12 +71,12 @@ PUBLISHED: dict[str, int] = {
 
 
 def disagreements(count: Callable[[Architecture], int]) -> set[str]:
-    """Names whose published count is not what `count` says."""
+    """Returns the names of the models whose published parameter count differs from `count`."""
     return {name for name, published in PUBLISHED.items() if count(ARCHITECTURES[name]) != published}
 
 
 def count_without(leaf: str) -> Callable[[Architecture], int]:
-    """A parameter count that forgets every array of one name."""
+    """Returns a parameter count that omits every array named `leaf`."""
 
     def count(model: Architecture) -> int:
         leaves = jax.tree_util.tree_leaves_with_path(param_specs(model), is_leaf=is_spec)
@@ -108,7 +108,7 @@ def test_parameter_count_of_a_72b_model_without_grouped_heads() -> None:
 )
 def test_gemma3_with_the_image_token_rows_and_the_image_encoder_is_the_whole_checkpoint(name: str, whole: int) -> None:
     model = dataclasses.replace(ARCHITECTURES[name], vocab_size=262208)
-    # SigLIP-400M over 896² images in 14² patches, then a norm and a projection to the model's width.
+    # SigLIP-400M on 896² images with 14² patches, then a norm and a projection to the model's width.
     W, F = 1152, 4304
     layer = 4 * (W * W + W) + (2 * W * F + F + W) + 4 * W
     encoder = (3 * 14**2 * W + W) + (896 // 14) ** 2 * W + 27 * layer + 2 * W

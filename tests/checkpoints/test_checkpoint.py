@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified, never deleted wrongly."""
+"""Checkpoints are complete or absent, verified when read, and never deleted by mistake."""
 
 import shutil
 
@@ -99,7 +99,7 @@ def test_damaged_newest_is_skipped_and_kept(tmp_path, run, name):
     assert len(said) == 1
     assert word in said[0]
     assert sorted(p.name for p in folder.iterdir()) == ["00000001", "00000002.damaged"]
-    # Training on from 1 saves 2 again, and the damaged one does not count among those to keep.
+    # Training on from step 1 saves step 2 again. The damaged checkpoint does not count towards those to keep.
     saved(tmp_path, run, (2,))
     assert sorted(p.name for p in folder.iterdir()) == ["00000001", "00000002", "00000002.damaged"]
 
@@ -114,7 +114,7 @@ def test_all_damaged_is_an_error_that_deletes_nothing(tmp_path, run):
 
 
 def test_killed_after_each_written_file(tmp_path, run):
-    """Whatever prefix of the files a kill leaves under the staging name, the checkpoint before is used."""
+    """After a kill that leaves any prefix of the files under the staging name, the previous checkpoint is used."""
     folder = saved(tmp_path / "run", run)
     files = sorted(p.relative_to(folder / "00000002") for p in (folder / "00000002").rglob("*") if p.is_file())
     for count in range(len(files)):

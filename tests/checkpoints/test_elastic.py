@@ -1,4 +1,4 @@
-"""A checkpoint of any mesh, ZeRO stage and precision opens on any other, bit for bit."""
+"""A checkpoint saved on any mesh, ZeRO stage and precision restores on any other, bit for bit."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from jaxllm.checkpoints import checkpoint
 from jaxllm.parallel import mesh
 from jaxllm.train import metrics
 
-# The vocabulary of 257 divides over nothing, so that each of these pads it, or leaves it, in a way of its own.
+# No mesh divides the vocabulary of 257, so each of these pads it differently or leaves it unpadded.
 MESHES = [
     {"data": 1},
     {"data": 2},
@@ -50,7 +50,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(corpus, tmp_path_factory):
-    """A run of four steps on one device with a checkpoint after the second."""
+    """Runs four steps on one device, with a checkpoint after the second."""
     workdir = tmp_path_factory.mktemp("base")
     config = make_config(corpus, MESHES[0])
     status, text = runs.train(config, workdir)
@@ -59,7 +59,7 @@ def base(corpus, tmp_path_factory):
 
 
 def after_two(workdir, target):
-    """A workdir that stands after step 2 of another."""
+    """Copies the checkpoint of step 2 from `workdir` into `target`, and returns `target`."""
     shutil.copytree(workdir / "checkpoints" / "00000002", target / "checkpoints" / "00000002")
     return target
 
@@ -76,7 +76,7 @@ def save(workdir, config, state):
 
 
 def assert_same_numbers(got, want):
-    """Equal to the bit where both have numbers; what either has beyond, its padding, is zero."""
+    """Asserts that the common elements are bitwise equal and that all padding beyond them is zero."""
 
     def one(a, b):
         a, b = np.asarray(a), np.asarray(b)
@@ -96,7 +96,7 @@ def assert_same_numbers(got, want):
 
 
 def test_opens_on_every_mesh_and_comes_back_unchanged(base, corpus, tmp_path):
-    """From mesh to mesh, saved and opened on each, and back to the first: padded, padded otherwise, cropped."""
+    """Saves and restores on each mesh in turn and returns to the first: padded, padded to another size, cropped."""
     config, workdir = base
     want = restore(after_two(workdir, tmp_path / "start"), config).state
     assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(want.opt_state)), "moments that are not zero"

@@ -1,4 +1,4 @@
-"""Runs that start from a model's weights: the same step as from the tree itself, on any mesh, and refusals."""
+"""Runs that start from pretrained weights: steps equal those from the in-memory tree on any mesh; errors are reported."""
 
 import dataclasses
 import io
@@ -33,7 +33,7 @@ def architecture():
 
 
 MODEL = dataclasses.replace(
-    # 259 does not divide over two devices.
+    # 259 is not divisible by two devices.
     architecture(),
     vocab_size=259,
     layers=2,
@@ -45,7 +45,7 @@ MODEL = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A Hugging Face folder of random weights with a tokenizer and a chat template."""
+    """Hugging Face folder with random weights, a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("source") / "model"
     folder.mkdir()
     params = specs.initialize(specs.param_specs(MODEL), jax.random.key(5), jnp.float32)
@@ -55,7 +55,7 @@ def source(tmp_path_factory):
 
 
 def config(source, folder, **fields):
-    """A run that is tuned on conversations from a model's weights."""
+    """Returns the configuration of a run that fine-tunes pretrained weights on conversations."""
     chats.write(folder, RECORDS)
     made = runs.tiny_config(str(folder / "c.jsonl"), data_source="chat", data_sequence_length=64, **fields)
     made.model = ModelConfig()
@@ -65,7 +65,7 @@ def config(source, folder, **fields):
 
 
 def run(config, workdir):
-    """(printed, losses of its steps)."""
+    """Trains, and returns (printed output, losses of the steps)."""
     out = io.StringIO()
     assert Trainer(config, workdir, Console(file=out, width=200)).run() == 0
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -81,7 +81,7 @@ def same(a, b):
 
 @pytest.fixture(scope="module")
 def plain(source, tmp_path_factory):
-    """(workdir, printed, losses) of three steps on one device."""
+    """Trains three steps on one device, and returns (workdir, printed output, losses)."""
     folder = tmp_path_factory.mktemp("plain")
     return folder / "run", *run(config(source, folder), folder / "run")
 
@@ -112,7 +112,7 @@ def test_the_first_step_is_that_of_the_same_weights(source, tmp_path):
     got, metrics = step(state, batch)
     assert float(metrics["loss"]) == float(told["loss"])
     assert same(want.params, got.params)
-    assert not same(params, got.params)  # all of the weights are tuned
+    assert not same(params, got.params)  # full fine-tuning: every weight changes
 
 
 def test_a_run_learns_answers_and_leaves_all_it_needs(plain, source, tmp_path):
@@ -149,7 +149,7 @@ def test_a_run_goes_on_where_the_source_is_gone(plain, source, tmp_path):
     printed, losses = run(again, tmp_path / "run")
     assert "is not read again" in printed
     assert len(losses) == 3
-    # A schedule over fewer steps differs, so only what does not depend on it is held against the other run.
+    # The schedule depends on the number of steps, so only losses independent of it are compared with the other run.
     assert losses[0] == plain[2][0]
     (tmp_path / "run" / "tokenizer").rename(tmp_path / "elsewhere")
     again.train.steps = 4
@@ -161,7 +161,7 @@ def test_a_run_goes_on_where_the_source_is_gone(plain, source, tmp_path):
 
 @pytest.mark.slow
 def test_marks_beyond_the_vocabulary_do_not_stop_a_run_that_goes_on(source, tmp_path):
-    """As Gemma's tokenizer has them, for images: nothing that is trained on has one, and the model has no row."""
+    """A special token beyond the vocabulary, such as Gemma's image token, is accepted unless the training data uses it."""
     copy = tmp_path / "source"
     shutil.copytree(source, copy)
     made = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
@@ -182,7 +182,7 @@ def test_marks_beyond_the_vocabulary_do_not_stop_a_run_that_goes_on(source, tmp_
 
 
 def test_interrupted_and_whole_are_the_same(plain, source, tmp_path):
-    """Three steps, of which the last is trained again after the checkpoint of the second."""
+    """A run resumed after step 2 and trained through step 3 equals an uninterrupted run of three steps."""
     workdir = tmp_path / "run"
     shutil.copytree(plain[0], workdir)
     shutil.rmtree(max((workdir / "checkpoints").glob("[0-9]*")))
@@ -216,7 +216,7 @@ def test_shards_are_read_and_padded_with_zeros(source):
         assert not rest.any()
         assert y.addressable_shards[0].data.size * 2 <= y.size
         padded += y.size > x.size
-    assert padded == 1  # the vocabulary of 259 over two devices
+    assert padded == 1  # the vocabulary of 259 on two devices
 
 
 def test_models_that_do_not_agree_are_refused(source, tmp_path):
@@ -225,7 +225,7 @@ def test_models_that_do_not_agree_are_refused(source, tmp_path):
         made.model = ModelConfig(**fields)
         return open_any.resolved(made)
 
-    assert architectures.resolve(asked(rope_theta=5.0).model).rope_theta == 5.0  # changes no weight's shape
+    assert architectures.resolve(asked(rope_theta=5.0).model).rope_theta == 5.0  # changes no parameter's shape
     assert architectures.resolve(asked(unroll=2).model).unroll == 2
     with pytest.raises(UserError, match=r"config.model.width=32: .* leave config.model alone"):
         asked(width=32)

@@ -1,4 +1,4 @@
-"""Which implementation of attention runs where: what `auto` takes and says, and what a name refuses."""
+"""Tests which attention implementation `auto` selects and reports on each platform, and when a named one is refused."""
 
 import dataclasses
 import re
@@ -101,7 +101,7 @@ def test_what_contradicts_it_is_refused_with_the_configuration():
 
 
 def test_the_trainer_the_ledger_and_the_program_agree():
-    """One function decides for all three; a bill of one implementation is never of a program with another."""
+    """The trainer, the ledger and the compiled program use one selection function, so they never disagree."""
     config = run(precision_policy="bf16")
     for platform in ("cpu", "gpu", "tpu"):
         step_spec = programs.make_step_spec(config, MODEL, platform)
@@ -130,7 +130,7 @@ def test_the_line_is_in_the_ledger_s_json():
     [(16, "float32", ["gpu", "tpu"]), (8, "float32", ["tpu"]), (16, "float16", ["gpu"]), (24, "bfloat16", ["tpu"])],
 )
 def test_decoding_takes_the_kernels_that_it_says(head_dim, dtype, kernels):
-    """The program has a branch for each platform; the line says which of them are kernels."""
+    """The program has a branch per platform; the printed line names the platforms that use kernels."""
     q, k = jnp.zeros((1, 1, 2, head_dim), dtype), jnp.zeros((1, 1, 8, head_dim), dtype)
 
     def token(q, k):

@@ -1,4 +1,4 @@
-"""The configuration tree refuses what it should, in words that name the field and the fix."""
+"""Configuration checks: invalid values are refused with a message that names the field and the fix."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from jaxllm.errors import UserError
 
 
 def changed(changes: dict[str, Any]) -> Config:
-    """The default configuration with some dotted paths set."""
+    """Returns the default configuration with the given dotted paths set."""
     config = Config()
     for path, value in changes.items():
         section, name = path.split(".")
@@ -27,7 +27,7 @@ def changed(changes: dict[str, Any]) -> Config:
 
 
 def message(changes: dict[str, Any]) -> str:
-    """What the check says of a change; it is one line, whatever it says."""
+    """Returns the error message for the changes, and asserts that it is one line."""
     config = changed(changes)
     with pytest.raises(UserError) as caught:
         validate.check(config, resolve(config.model))
@@ -47,7 +47,7 @@ def test_the_default_passes() -> None:
         ("model.n_layers", "model.layers"),
         ("optimizer.lr", "optimizer.peak_lr"),
         ("optimizer.warmup", "optimizer.warmup_steps"),
-        ("train.layers", "model.layers"),  # the right field in a wrong section
+        ("train.layers", "model.layers"),  # the right field in the wrong section
         ("data.batch_size", "train.batch_size"),
         ("batch_size", "train.batch_size"),
         ("optimiser.peak_lr", "optimizer.peak_lr"),
@@ -141,7 +141,7 @@ def test_sizes_are_positive(name: str) -> None:
     assert message({f"model.{name}": 0}) == f"config.model.{name} is 0; it must be at least 1"
 
 
-# A change, the words its message must have, and one more change that mends it.
+# An invalid change, the words that its message must contain, and a further change that fixes it.
 RELATIONS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "grouped heads": (
         {"model.heads": 12, "model.kv_heads": 8},

@@ -1,4 +1,4 @@
-"""The converting command: every source, both formats, whole or not at all."""
+"""Conversion command: every source and both formats; the output is complete or absent."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def same(a, b):
 
 
 def test_a_run_becomes_a_folder_and_a_file(workdir, tmp_path):
-    """All ways there and back give the run's weights to the bit; and its tokenizer's ids."""
+    """Every conversion there and back preserves the run's weights to the bit, and its tokenizer's ids."""
     run = open_any.open_any(str(workdir))
     weights = run.load(np.float32)
     folder, file, again = tmp_path / "folder", tmp_path / "model.gguf", tmp_path / "again"
@@ -78,7 +78,7 @@ def test_a_folder_keeps_its_dtype_its_family_and_its_tokenizer(tmp_path):
 
 
 def tensors_of(path):
-    """name -> (type, bytes)."""
+    """Returns name -> (type, bytes)."""
     file = gguf_file.open_tensors(path)
     return {
         name: (file.kind(name), bytes(e.shape) + h.data[e.start : e.start + e.nbytes])
@@ -88,7 +88,7 @@ def tensors_of(path):
 
 @pytest.mark.parametrize("quantization", ["F16", "Q8_0"])
 def test_a_file_becomes_a_file_of_the_same_tensors(tmp_path, quantization):
-    """GGUF to GGUF, permuted rows, 1 + w and narrow rows and all; a bit that is changed is seen."""
+    """A GGUF file converts to GGUF unchanged, including permuted rows, 1 + w and narrow rows; one flipped bit is detected."""
     model = dataclasses.replace(gguf_models.GEMMA if quantization == "F16" else gguf_models.LLAMA, qk_norm=False)
     params = jax.tree_util.tree_map_with_path(
         lambda path, x: x * 0 + 0.25 if "scale" in jax.tree_util.keystr(path) else x, gguf_models.random_params(model)
@@ -110,7 +110,7 @@ def test_a_file_becomes_a_file_of_the_same_tensors(tmp_path, quantization):
 
 @pytest.mark.parametrize(("dtype", "kind"), [(np.float16, "F16"), (ml_dtypes.bfloat16, "BF16"), (np.float32, "F32")])
 def test_what_gguf_keeps_of_a_dtype_if_nothing_is_asked_for(dtype, kind, tmp_path):
-    """To the bit, in both formats; in process, as the command does it."""
+    """GGUF keeps the dtype exactly by default, through the library and through the command."""
     tree = folders.random_tree(MODEL, dtype)
     opened = opening.open_model(str(folders.write(tmp_path / "in", MODEL, tree, "llama", 5000)))
     assert gguf.kept(opened) == kind
@@ -121,7 +121,7 @@ def test_what_gguf_keeps_of_a_dtype_if_nothing_is_asked_for(dtype, kind, tmp_pat
 
 
 def test_blocks_that_are_not_written_are_kept_as_float32(tmp_path):
-    """Q4_0, whose numbers float16 does not hold."""
+    """Q4_0 blocks are written as float32 because float16 cannot represent their values."""
     gguf.write(
         tmp_path / "in.gguf", gguf_models.LLAMA, gguf_models.random_params(gguf_models.LLAMA), None, quantization="F32"
     )
@@ -160,7 +160,7 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path, arguments, words):
 
 
 def test_what_fails_leaves_nothing(tmp_path):
-    """Weights that turn out not to be there while they are written: no folder, whole or half, is left."""
+    """A failure to read weights during writing leaves no folder, complete or partial."""
     folder = folders.write(tmp_path / "in", MODEL, folders.random_tree(MODEL), "llama")
     code = f"""
 from jaxllm import commandline, convert

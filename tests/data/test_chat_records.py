@@ -1,4 +1,4 @@
-"""Conversations: which tokens are trained on, that they are packed whole, and that the rest is as of any source."""
+"""Conversation data: which tokens are trained on, whole-conversation packing, and behaviour shared with other sources."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from jaxllm.interop.chat import ChatTokenizer
 from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import ByteTokenizer
 
-# Thoughts stand in the last answer only, as Qwen 3 has it.
+# Only the last answer has a thinking block, as in Qwen 3.
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -33,7 +33,7 @@ TWO_TURNS = [
 
 
 def ids_of(written):
-    """By hand: bytes, and the names of the special tokens."""
+    """Encodes by hand: bytes, and ids for the names of special tokens."""
     for name, i in (("<s>", BEGIN), ("<|im_start|>", START), ("<|im_end|>", END)):
         if name in written:
             left, _, right = written.partition(name)
@@ -42,7 +42,7 @@ def ids_of(written):
 
 
 def trained(made):
-    """What is trained on, by answer: bytes, with @ for the end of a turn."""
+    """Returns the trained text of each answer, with @ for the end-of-turn token."""
     found = {}
     for token, answer in zip(made.ids.tolist(), np.asarray(made.answers).tolist(), strict=True):
         if answer:
@@ -91,7 +91,7 @@ def test_a_template_that_hides_where_an_answer_is(tmp_path):
     backwards = CHATML.replace("in messages", "in messages | reverse")
     with pytest.raises(UserError, match=r"c.jsonl:1: the chat template writes what stands before message 2 otherwise"):
         opened(tmp_path, [{"prompt": "a", "answer": "b"}], of=text(backwards))
-    # Whole answers change once others follow, and nothing says where they end.
+    # A whole answer changes once other messages follow, and no end token marks where it ends.
     numbered = (
         "{% for m in messages %}{{ m.content + ('!' if loop.last and m.role == 'assistant' else '') }}{% endfor %}"
     )
@@ -109,11 +109,11 @@ def test_without_a_template_all_is_put_end_to_end():
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-# A system turn of its own, and one that is there where nobody wrote one (Qwen 2.5).
+# A separate system turn, and a default one that the template adds when there is none (Qwen 2.5).
 DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + CHATML
 )
-# Folded into the first question; the template ends each answer itself and has no mark before it (Llama 2, Mistral).
+# Folded into the first question. The template ends each answer itself, with no mark before it (Llama 2, Mistral).
 FOLDED = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
     "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
@@ -145,7 +145,7 @@ def test_system_turns_are_read_and_not_trained(template, want, begins):
         short = conversations._fitted(made, int(np.flatnonzero(made.answers == 2)[0]))
         assert trained(short.turns) == want[:1]
         assert short.lost == 1
-        assert len(short.turns.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # nor is the question that it has kept
+        assert len(short.turns.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # the question of the lost answer is dropped too
 
 
 def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):
@@ -155,11 +155,11 @@ def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):
 
 
 def test_ids_beyond_the_vocabulary_stop_the_run_before_its_first_step(tmp_path):
-    """<|im_end|> is 258: a name that the tokenizer has and the model has no row for, which a lookup would clamp."""
+    """<|im_end|> is 258: the tokenizer has the id but the model has no row for it, and a lookup would clamp it."""
     assert len(opened(tmp_path, [{"messages": TWO_TURNS}])) == 1
     with pytest.raises(UserError, match=r"c.jsonl:1 has the token <\|im_end\|> of id 258 and .* vocab_size is 258"):
         opened(tmp_path, [{"messages": TWO_TURNS}], vocab_size=258)
-    plain = Text(byte_level(False), end_ids=(END,))  # no template: the end is added without being written
+    plain = Text(byte_level(False), end_ids=(END,))  # no template: the end id is appended without appearing in the text
     with pytest.raises(UserError, match=r"id 258"):
         opened(tmp_path, [{"prompt": "a", "answer": "b"}], of=plain, vocab_size=258)
     config = DataConfig(source="chat", path=str(tmp_path / "*.jsonl"), sequence_length=32)
@@ -177,7 +177,7 @@ def test_documents_are_what_was_put(tmp_path):
     found = opened(tmp_path, records)
     assert [found.name(i) for i in range(3)] == ["c.jsonl:1", "c.jsonl:2", "c.jsonl:3"]
     made = turns.encode(TWO_TURNS, text())
-    assert found[0]["tokens"].tolist() == made.ids.tolist()[:-1]  # what follows the last answer teaches nothing
+    assert found[0]["tokens"].tolist() == made.ids.tolist()[:-1]  # tokens after the last answer have no target
     assert found[0]["weights"].tolist() == (made.answers > 0).tolist()[:-1]
     assert found[1]["tokens"].tolist() == found[2]["tokens"].tolist()
     assert found.notes == ()
@@ -189,7 +189,7 @@ def test_long_ones_are_cut_and_told(tmp_path):
     length = len(ids_of(question)) + head - 1
     records = [{"messages": TWO_TURNS}, {"prompt": "x" * 200, "answer": "y"}, {"prompt": "1", "answer": "2"}]
     found = opened(tmp_path, records, length)
-    assert len(found) == 2  # the second has nothing of its answer left
+    assert len(found) == 2  # the second conversation has no answer tokens left
     assert found[0]["tokens"].tolist() == ids_of(question + "It is")
     assert found[0]["weights"].sum() == head
     (note,) = found.notes
@@ -231,7 +231,7 @@ def same(one, two):
 
 
 def whole(batch, made):
-    """Every segment of every row is one conversation from its begin to its end, with its weights."""
+    """Asserts that every segment of every row is one complete conversation with its weights."""
     for row in range(len(batch["tokens"])):
         segments = batch["segment_ids"][row]
         for s in range(1, segments.max() + 1):
@@ -308,7 +308,7 @@ def test_from_the_configuration(tmp_path):
 
 
 def test_every_answer_token_weighs_the_same(tmp_path):
-    """10 and 100 trained tokens, in one micro-batch or in two: each is worth 1/110."""
+    """Answers of 10 and 100 trained tokens, in one micro-batch or two: each token has weight 1/110."""
     records = [{"prompt": "q" * 30, "answer": "a" * 9}, {"prompt": "q", "answer": "b" * 99}]
     made = conversations.Conversations([write(tmp_path, records)], Text(ByteTokenizer(), end_ids=(256,)), 160, 257)
     config = steps.config(train_batch_size=2, data_sequence_length=160, optimizer_name="sgd", optimizer_clip_norm=0.0)
@@ -316,7 +316,7 @@ def test_every_answer_token_weighs_the_same(tmp_path):
         DataConfig(source="chat", sequence_length=160), 2, 1, split=sources.Split(made, made)
     )
     (batch,) = [{name: batch[name] for name in BATCH_FIELDS} for batch in rows]
-    # Packed they share a row; here each has its own.
+    # When packed they share a row; here each has its own row.
     split = {name: np.zeros_like(values) for name, values in batch.items()}
     for row, s in enumerate((1, 2)):
         at = batch["segment_ids"][0] == s

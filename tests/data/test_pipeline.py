@@ -1,4 +1,4 @@
-"""The pipeline: what a batch holds, what an epoch covers, and that resuming is exact."""
+"""Data pipeline: contents of a batch, coverage of an epoch, and exact resumption."""
 
 import collections
 import json
@@ -19,7 +19,7 @@ from jaxllm.interop.tokenizer import ByteTokenizer
 
 
 class Memory(documents_lib.Documents):
-    """Documents from a list: texts, or arrays of tokens."""
+    """Documents from a list of texts or token arrays."""
 
     def __init__(self, items):
         self.items = items
@@ -58,7 +58,7 @@ def same(one, two):
 
 
 def targets_of(batches):
-    """How often each (document, target token) was trained, over some batches."""
+    """Counts how often each (document, target token) pair was trained in some batches."""
     found = collections.Counter()
     for batch in batches:
         real = batch["weights"] > 0
@@ -127,7 +127,7 @@ def test_segments_never_mix_documents():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_has_every_target_once(shuffle):
-    # 40 rows of 16 targets an epoch, so that epochs end where batches do.
+    # An epoch has 40 rows of 16 targets, so epochs end at batch boundaries.
     texts = [f"{n:02d}" + "x" * 14 for n in range(40)]
     iterator = train(texts, shuffle=shuffle)
     for _ in range(3):
@@ -146,7 +146,7 @@ def test_each_epoch_has_an_order_of_its_own():
     assert all(sorted(order) == list(range(40)) for order in shuffled)
     assert epochs() == shuffled
     assert epochs(seed=1)[0] not in shuffled
-    assert epochs(seed=1)[0] != epochs(seed=0)[1]  # near seeds are not one order, an epoch apart
+    assert epochs(seed=1)[0] != epochs(seed=0)[1]  # nearby seeds do not give the same order shifted by an epoch
     assert epochs(shuffle=False) == [list(range(40))] * 3
 
 
@@ -161,7 +161,7 @@ def test_packed_rows_are_mixed():
     assert kinds(shuffle_window=40) > 2
 
 
-@pytest.mark.parametrize("window", [1, 5, 10])  # divisors of an epoch, so that it ends where a window does
+@pytest.mark.parametrize("window", [1, 5, 10])  # divisors of an epoch, so epochs end at window boundaries
 def test_ten_items_three_epochs_resumed_after_batch_seven(window):
     tokens = [np.arange(n, n + 17, dtype=np.int32) for n in range(10)]  # one row each
     iterator = train(tokens, batch_size=2, shuffle_window=window)
@@ -212,7 +212,7 @@ def test_resuming_far_on_reads_little():
     fresh.set_state(state)
     assert same(next(fresh), next(iterator))
     assert time.process_time() - start < 1
-    assert len(reads) < 150  # against some 1,000 up to here
+    assert len(reads) < 150  # compared with about 1,000 up to this point
 
 
 def test_a_state_of_other_data_is_refused():
@@ -224,7 +224,7 @@ def test_a_state_of_other_data_is_refused():
 
 
 def joined(iterators):
-    """One global batch of several processes' iterators."""
+    """Merges the next batches of several processes' iterators into one global batch."""
     batches = [next(iterator) for iterator in iterators]
     rows = np.concatenate([iterator.rows for iterator in iterators])
     assert sorted(rows) == list(range(len(rows)))
@@ -242,7 +242,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(processes):
     for _ in range(25):
         assert same(joined(parts), next(whole))
     other = train(TEXTS, 8, streams=2)
-    assert not same(next(other), next(train(TEXTS, 8, streams=4)))  # on the number of streams they do
+    assert not same(next(other), next(train(TEXTS, 8, streams=4)))  # batches do depend on the number of streams
 
 
 def test_a_process_reads_only_the_documents_of_its_streams():
@@ -255,7 +255,7 @@ def test_a_process_reads_only_the_documents_of_its_streams():
 
     config = DataConfig(source="text", sequence_length=16, streams=4, shuffle=False, shuffle_window=1)
     iterator = pipeline.train_iterator(config, 8, [1], split=sources.Split(Counted(TEXTS), Memory(TEXTS)))
-    reads.clear()  # of the check of lengths
+    reads.clear()  # drop the reads of the length check
     for _ in range(10):
         next(iterator)
     assert reads
@@ -263,7 +263,7 @@ def test_a_process_reads_only_the_documents_of_its_streams():
 
 
 def test_resuming_with_another_number_of_processes_goes_on_with_the_same_batches():
-    """Sixteen streams, so that one process reads them without threads of their own and four with."""
+    """Uses sixteen streams: one process reads them without threads, four processes with threads."""
     whole = train(TEXTS, 16, streams=16)
     parts = [train(TEXTS, 16, share, streams=16) for share in shares(2, 16)]
     for _ in range(5):
@@ -297,7 +297,7 @@ def test_streams_share_an_epoch_and_hold_every_target_once():
 
 
 def test_one_stream_is_what_it_always_was():
-    """Recorded before there were streams: a run of that time goes on as it was."""
+    """Batches equal those recorded before streams existed, so a run from that time resumes unchanged."""
     documents = [next(it)["documents"][:, 0].tolist() for it in [train(TEXTS)] for _ in range(4)]
     assert documents == ONE_STREAM
 
@@ -363,7 +363,7 @@ def test_an_error_in_a_document_reaches_the_caller():
     config = DataConfig(source="text", sequence_length=16)
     iterator = pipeline.train_iterator(config, 4, split=sources.Split(Broken(TEXTS), Memory(TEXTS)))
     with pytest.raises(UserError, match="document 7 has gone"):
-        collections.deque(iterator, maxlen=0)  # without end, but for the error
+        collections.deque(iterator, maxlen=0)  # endless except for the error
 
 
 def test_from_files_end_to_end(tmp_path):
@@ -373,14 +373,14 @@ def test_from_files_end_to_end(tmp_path):
     assert (batch["targets"] == batch["tokens"] + 1).all()
     batches = list(pipeline.validation_batches(config, 4, 3, vocab_size=2000))
     assert 0 < len(batches) <= 3
-    iterator = pipeline.train_iterator(DataConfig(sequence_length=64), 4)  # the python source
+    iterator = pipeline.train_iterator(DataConfig(sequence_length=64), 4)  # the Python source
     batch = next(iterator)
     assert batch["tokens"].max() <= 256
     assert all(name.endswith(".py") for name in iterator.document_names(batch["documents"]))
 
 
 def test_ends_of_documents_beyond_the_vocabulary_are_refused(tmp_path):
-    """Names without text may be beyond it, but not those that the pipeline puts in: a lookup would clamp them."""
+    """Pipeline end ids must be in the vocabulary, or a lookup would clamp them; unused special tokens may be beyond it."""
     texts.save(chats.text(begins=True), tmp_path / "made")
     (tmp_path / "a.txt").write_text("some words\n" * 200)
     config = DataConfig(

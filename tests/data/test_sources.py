@@ -1,4 +1,4 @@
-"""Sources: what each reads, how it splits, and every way in which data can be wrong."""
+"""Data sources: what each reads, how it is divided into training and validation, and every error in the data."""
 
 import dataclasses
 import gzip
@@ -24,7 +24,7 @@ def data(source, path, **fields):
 
 
 def everything(config, vocab_size=257):
-    """All documents of both parts, by name."""
+    """Returns all documents of both parts by name."""
     parts = sources.split(config, vocab_size)
     documents = [part[i] for part in parts for i in range(len(part))]
     assert [part.name(i) for part in parts for i in range(len(part))] == [d["name"] for d in documents]
@@ -33,7 +33,7 @@ def everything(config, vocab_size=257):
 
 
 def message(config, vocab_size=257):
-    """The one-line complaint about a configuration."""
+    """Returns the one-line error message for a configuration."""
     with pytest.raises(UserError) as caught:
         sources.split(config, vocab_size)
     assert "\n" not in str(caught.value)
@@ -120,7 +120,7 @@ def test_several_text_files_are_held_out_whole_and_pieces_are_bounded(tmp_path):
 )
 def test_jsonl(tmp_path, suffix, opener):
     records = [{"text": f"row {n} é"} for n in range(30)]
-    records[4]["text"] = ""  # left out
+    records[4]["text"] = ""  # skipped
     for name in ("a", "b"):
         write_lines(tmp_path / f"{name}.jsonl{suffix}", records, opener)
     documents = everything(data("jsonl", tmp_path / f"*.jsonl{suffix}"))

@@ -1,4 +1,4 @@
-"""Prefill and decoding against the plain forward pass, and rows against themselves alone."""
+"""Prefill and decoding compared with the plain forward pass, and batched rows compared with single rows."""
 
 import dataclasses
 import functools
@@ -37,13 +37,13 @@ def compiled(name, model, batch, width, capacity, cache=None):
 
 
 def quickly(program):
-    """The executable, less optimised than the real one: compiling is what these tests spend their time on."""
+    """Compiles with fewer optimizations than in production, since compilation dominates the time of these tests."""
     return program.jitted.lower(*program.inputs).compile(compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def extended(model, width):
-    del width  # each is a program
+    del width  # each width is a separate program
     return jax.jit(functools.partial(generate.extend, model=model))
 
 
@@ -66,12 +66,12 @@ def columns(prompts, options, limit, ends):
 def prefilled(
     model, prompts, options=GREEDY, limit=32, ends=(), capacity=CAPACITY, chunk=16, run=None, left=False, cache=FLOAT
 ):
-    """The state after prefill in chunks, padded on the right or the left."""
+    """Returns the state after prefill in chunks, padded on the right or the left."""
     run = run or compiled("prefill", model, len(prompts), chunk, capacity, cache)
     cache = cache_lib.create(model, len(prompts), capacity, cache)
     current = state.start(model, cache, *columns(prompts, options, limit, ends))
     for begin in range(0, max(map(len, prompts)), chunk):
-        tokens = np.full((len(prompts), chunk), 63, np.int32)  # padding is a token like others; only `valid` tells
+        tokens = np.full((len(prompts), chunk), 63, np.int32)  # padding is an ordinary token; only `valid` marks it
         valid = np.zeros((len(prompts), chunk), bool)
         for row, prompt in enumerate(prompts):
             part = prompt[begin : begin + chunk]
@@ -82,7 +82,7 @@ def prefilled(
 
 
 def drain(decode, model, current):
-    """(tokens of each row, state at the end)."""
+    """Decodes to the end and returns (tokens of each row, final state)."""
     parts = []
     while not np.asarray(current.finished).all():
         current, buffer = decode(params_of(model), current, np.int32(STEPS))
@@ -118,7 +118,7 @@ def test_rows_are_what_they_are_alone(name):
 
 @pytest.mark.parametrize("options", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_a_cache_changes_no_token(model, options):
-    # Prompts and 32 tokens go far past the sliding window, 6, and wrap its ring many times.
+    # Prompts and 32 tokens go far past the sliding window of 6 and wrap its ring many times.
     got, ended = with_cache(model, PROMPTS[:2], options)
     want, plain = without_cache(model, PROMPTS[:2], options)
     assert got == want
@@ -178,7 +178,7 @@ def test_a_full_cache_ends_a_row_as_a_larger_one_would_go_on():
 
 
 def scripted(monkeypatch, script):
-    """Makes token choice read a script: row's token at a position. Programs are compiled anew under it."""
+    """Replaces token selection by a lookup of (row's token, position) in a script; programs are recompiled."""
     table = jnp.array(script, jnp.int32)
 
     def choose(logits, seen, sampling, positions):
@@ -201,7 +201,7 @@ def test_each_end_id_ends_its_row_which_then_stays(monkeypatch):
     assert np.asarray(rest)[1].tolist() == [5] * 7 + [7] + [state.PAD] * 8
     assert np.asarray(current.reason).tolist() == [state.END, state.END]
     assert np.asarray(current.generated).tolist() == [1, 9]
-    assert np.asarray(current.cache.lengths).tolist() == [1, 9]  # the end itself is not fed
+    assert np.asarray(current.cache.lengths).tolist() == [1, 9]  # the end token itself is not fed to the model
     for before, after in zip(jax.tree.leaves(frozen.cache.kv), jax.tree.leaves(current.cache.kv), strict=True):
         np.testing.assert_array_equal(after[:, 0], before[:, 0])
         assert (np.asarray(after)[:, 1] != before[:, 1]).any()
@@ -226,7 +226,7 @@ def test_neighbours_and_batch_size_change_no_row(options):
 
 
 def int8_logits(model, texts):
-    """After each token of two texts, by chunk and then token by token; of a cache in int8."""
+    """Returns logits with an int8 cache and full logits of two texts: after each chunk, then after each token."""
     cache, got = cache_lib.create(model, 2, CAPACITY, jnp.int8), []
     for width, begin in ((8, 0), (8, 8), *((1, at) for at in range(16, 32))):
         tokens = texts[:, begin : begin + width]
@@ -238,9 +238,9 @@ def int8_logits(model, texts):
 
 @pytest.mark.parametrize("name", ["rotary", "sliding"])
 def test_an_int8_cache_gives_nearly_the_same_logits(name, monkeypatch):
-    """Off by 0.68 and 0.80 % (rms) of what logits vary by, the likeliest token the same in all 36 places of both.
+    """An int8 cache changes logits by 0.68 and 0.80 % (rms) of their standard deviation.
 
-    Other texts: 0.71 to 0.87 %, 34 to 36 places.
+    The argmax agrees at all 36 positions for both models. Other texts: 0.71 to 0.87 %, 34 to 36 positions.
     """
     model, texts = models.ALL[name], np.random.default_rng(0).integers(0, 64, (2, CAPACITY))
     got, want = int8_logits(model, texts)
@@ -248,7 +248,7 @@ def test_an_int8_cache_gives_nearly_the_same_logits(name, monkeypatch):
     same = (got.argmax(-1) == want.argmax(-1)).mean()
     assert 1e-4 < off < 0.03
     assert same > 0.9
-    with_cache(model, PROMPTS[:2], cache=jnp.int8)  # and the loop runs to its end
+    with_cache(model, PROMPTS[:2], cache=jnp.int8)  # the loop runs to its end
 
     quantize = layer_cache.decode_int8.quantize
     monkeypatch.setattr(layer_cache.decode_int8, "quantize", lambda x: (quantize(x)[0], quantize(x)[1] * 1.1))
@@ -281,13 +281,13 @@ def test_weights_that_are_turned_give_the_same_tokens():
 
 
 def test_one_seed_gives_each_prompt_its_own_noise():
-    # Two prompts with the same ending and a flat model: only the noise can tell their tokens apart.
+    # Two prompts with the same ending and a constant model: only the noise can make their tokens differ.
     flat = jax.tree.map(jnp.zeros_like, params_of(models.ROTARY))
     decode = compiled("decode", models.ROTARY, 2, STEPS, CAPACITY)
 
     def tokens(*prompts):
         current = prefilled(models.ROTARY, [np.array(prompt, np.int32) for prompt in prompts], WARM)
-        return np.asarray(decode(flat, current, np.int32(STEPS))[1])[:, 1:]  # prefill drew the first
+        return np.asarray(decode(flat, current, np.int32(STEPS))[1])[:, 1:]  # prefill drew the first token
 
     first, second = tokens([1, 2], [2, 2])
     assert (first == second).sum() < STEPS // 2
@@ -320,8 +320,8 @@ WIDE = dataclasses.replace(models.ROTARY, context_length=4096, layers=6)
 
 @pytest.mark.parametrize(("name", "pattern"), [("prefill", "full"), ("decode", "full"), ("decode", "sliding")])
 def test_the_cache_is_updated_in_place(name, pattern):
-    # Long, so that the cache is large beside all else. With rings, prefill reads slots that it overwrites; some
-    # versions of XLA copy there, a ring's bytes at most.
+    # A long context makes the cache larger than everything else. With rings, prefill overwrites slots that it reads;
+    # some versions of XLA copy there, at most the bytes of a ring.
     model = dataclasses.replace(models.ROTARY, context_length=8192, layers=5, pattern=(pattern, "full"), window=1024)
     program = getattr(programs, name)(model, 2, 8, 8192, jnp.float32)
     memory = program.compile().memory_analysis()

@@ -1,4 +1,4 @@
-"""Choosing tokens: which survive each filter, penalties by hand, and noise that belongs to the row alone."""
+"""Token sampling: tokens kept by each filter, penalties computed by hand, and noise that depends only on the row."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxllm.errors import UserError
 LOGITS = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
 PROMPT = np.array([1, 2, 3], np.int32)
 
-# Less optimised than in the programs: compiling is what these tests spend their time on.
+# Compiled with fewer optimizations than in production, since compilation dominates the time of these tests.
 choose = jax.jit(next_tokens, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -23,7 +23,7 @@ def params_of(*options, vocab_size=4, prompts=None):
 
 
 def draws(options, count=400, logits=LOGITS, seen=None):
-    """Tokens of one row at `count` positions."""
+    """Samples tokens of one row at `count` positions."""
     rows = jnp.tile(logits, (count, 1))
     params = params_of(*[options] * count, vocab_size=logits.shape[1])
     seen = jnp.zeros(rows.shape, bool) if seen is None else jnp.tile(seen, (count, 1))
@@ -47,7 +47,7 @@ def test_min_p_is_relative_to_the_likeliest(min_p, count):
 
 
 def test_top_p_sees_what_top_k_left():
-    # Of three, the probabilities are .526, .316, .158: two reach .8, where of all four it takes three to pass .81.
+    # With three tokens the probabilities are .526, .316, .158, and two exceed .81. With all four, three tokens are needed.
     assert num_kept(LOGITS, params_of(SamplingOptions(top_k=3, top_p=0.81))).tolist() == [2]
 
 
@@ -61,7 +61,7 @@ def test_greedy_is_argmax_is_top_k_1_is_top_p_0():
     logits = jax.random.normal(jax.random.key(3), (32, 50))
     best = np.asarray(logits.argmax(1))
     seen, positions = jnp.zeros(logits.shape, bool), jnp.arange(32)
-    assert len(set(best.tolist())) > 5  # not one token for every row
+    assert len(set(best.tolist())) > 5  # rows do not all choose one token
     for options in (SamplingOptions(temperature=0.0), SamplingOptions(top_k=1), SamplingOptions(top_p=0.0)):
         np.testing.assert_array_equal(
             choose(logits, seen, params_of(*[options] * 32, vocab_size=50), positions), best, err_msg=str(options)
@@ -95,7 +95,7 @@ def test_frequencies_are_the_softmax():
 
 
 def test_penalty_by_hand():
-    seen = jnp.array([[True, True, False]])  # history 0, 1, 1: the second 1 adds nothing
+    seen = jnp.array([[True, True, False]])  # history 0, 1, 1: the second 1 has no further effect
     got = penalize(jnp.array([[2.0, -2.0, 1.0]]), seen, jnp.array([2.0]))
     np.testing.assert_array_equal(got, [[1.0, -4.0, 1.0]])
 

@@ -1,4 +1,4 @@
-"""Prompts to text: stop strings, reasons, limits and the errors a user can make."""
+"""Text generation: stop strings, finish reasons, limits and user errors."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.model import specs
 
-# More ids than the tokenizer has, as a vocabulary padded for speed.
+# The model has more ids than the tokenizer, as with a vocabulary padded for speed.
 MODEL = dataclasses.replace(models.ROTARY, vocab_size=260)
 PROMPTS = ["The cat", "def f(x):\n    return"]
 GREEDY = SampleRequest(max_new_tokens=24, sampling=SamplingOptions(temperature=0.0))
@@ -32,11 +32,11 @@ def generator(**kwargs):
 
 
 def ascii_script(monkeypatch, made, text, then=()):
-    """Makes a generator of that text, whatever the model says; programs are compiled under it."""
+    """Makes a generator that always produces `text`, whatever the model computes; programs are compiled with it."""
     ids = jnp.array([*text.encode(), *then], jnp.int32)
 
     def choose(logits, seen, sampling, positions):
-        return ids[(positions - 1) % ids.shape[0]]  # the prompts have one token: it draws for position 1
+        return ids[(positions - 1) % ids.shape[0]]  # prompts have one token, so this draws for position 1
 
     monkeypatch.setattr("jaxllm.decode.generate.sampling_lib.next_tokens", choose)
     monkeypatch.setattr(made, "_compiled", {})
@@ -55,7 +55,7 @@ def test_prompts_together_alone_and_without_a_cache(request_):
 
 
 def test_a_seed_for_each_prompt():
-    """Rows of one batch are what each prompt is alone with its seed, beside unseeded ones and others."""
+    """Rows of a batch equal each prompt run alone with its seed, next to unseeded and differently seeded rows."""
     prompts, seeds = ["The cat", "The cat", "x"], (3, 4, 3)
     results, _ = generator().generate(prompts, dataclasses.replace(WARM, seeds=seeds))
     assert results[0].tokens != results[1].tokens
@@ -71,7 +71,7 @@ def test_a_seed_for_each_prompt():
 def test_nothing_compiles_twice():
     generator().generate(PROMPTS, GREEDY)
     programs = dict(generator()._compiled)
-    _, times = generator().generate(["x" * 100, "y"], WARM)  # 13 chunks, where the others took 3
+    _, times = generator().generate(["x" * 100, "y"], WARM)  # 13 chunks; the others took 3
     assert generator()._compiled == programs
     assert times.compile < 1.0
     assert times.tokens_per_second > 0
@@ -105,9 +105,9 @@ def test_stop_strings_end_tokens_and_limits(monkeypatch):
         assert "".join(streamed) == result.text
         return result.text, result.reason, len(result.tokens)
 
-    assert ask(stop=("STOP",)) == ("one two ", "stop", 12)  # over several tokens and two device loops
+    assert ask(stop=("STOP",)) == ("one two ", "stop", 12)  # spans several tokens and two device loops
     assert ask(stop=("zzz", "two", "o STOP")) == ("one ", "stop", 7)
-    assert ask(stop=("threx",)) == ("one two STOP three é", "end", 22)  # begun, never completed; é is two ids
+    assert ask(stop=("threx",)) == ("one two STOP three é", "end", 22)  # begins but never completes; é is two ids
     assert ask(max_new_tokens=5) == ("one t", "length", 5)
     assert ask(max_new_tokens=20, stop=("three é",)) == ("one two STOP three \N{REPLACEMENT CHARACTER}", "length", 20)
     assert ask(ignore_eos=True) == ("one two STOP three éxo", "length", 24)
@@ -123,7 +123,7 @@ def test_a_full_cache_is_a_length_and_a_long_prompt_an_error():
         generator().generate(["x" * 128], GREEDY)
     with pytest.raises(UserError, match=r"65 tokens .* 128 \(of which the cache holds 64\); shorten it to 63"):
         generator(capacity=64).generate(["x" * 65], GREEDY)
-    assert generator().generate(["x"], GREEDY)[0][0].tokens  # and it goes on
+    assert generator().generate(["x"], GREEDY)[0][0].tokens  # generation continues after the error
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_begin_token_stands_before_the_prompt():
         (("b",), "abc", "a"),
         (("abd", "bc"), "abc", "a"),
         (("abc", "b"), "xabc", "xa"),  # the one that ends first
-        (("bc", "abc"), "xabc", "x"),  # of two that end together the longer
+        (("bc", "abc"), "xabc", "x"),  # the longer of two that end together
         (("aab",), "aaaab", "aa"),
         (("abx",), "abab", "abab"),
         (("\n\n",), "a\nb\n\nc", "a\nb"),

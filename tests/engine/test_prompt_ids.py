@@ -1,4 +1,4 @@
-"""Prompts whose ids the model does not have."""
+"""Prompts with token ids beyond the model's vocabulary are refused."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ MODEL = dataclasses.replace(models.ROTARY, vocab_size=257)
 
 
 class _Marked(ByteTokenizer):
-    """Bytes, and one mark more that stands past a model of 257 ids, as the marks of images do in some releases."""
+    """Byte tokenizer with one more special token beyond a model of 257 ids, like the image tokens of some releases."""
 
     def encode(self, text, special=False):
         del special

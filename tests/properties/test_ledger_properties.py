@@ -103,4 +103,5 @@ def test_a_closed_form_is_a_few_thousand_function_calls(name):
     for form in (training, flops.train_step, communication.train_step):
         form(model, config, "bf16")  # what depends on the model alone is computed once
         assert calls.count(lambda form=form: form(model, config, "bf16")) < 15_000
-    assert min(seconds(lambda: inference(model, 8, 4096, 256, "bf16", "bf16")) for _ in range(15)) < 0.01
+    inference(model, 8, 4096, 256, "bf16", "bf16")
+    assert calls.count(lambda: inference(model, 8, 4096, 256, "bf16", "bf16")) < 25_000
