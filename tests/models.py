@@ -1,4 +1,4 @@
-"""Small models that between them use every branch of the transformer."""
+"""Small models that together use every branch of the transformer."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ ROTARY = Architecture(
     mlp_bias=False,
     qk_norm=False,
     tied_embeddings=True,
-    init_std=0.2,  # ten times the usual, so that a small model's outputs differ by far more than rounding
+    init_std=0.2,  # ten times the usual, so that outputs of a small model differ by far more than rounding errors
 )
 LEARNED = dataclasses.replace(
     ROTARY,
@@ -36,7 +36,7 @@ LEARNED = dataclasses.replace(
     mlp_bias=True,
     tied_embeddings=False,
 )
-# Two kinds of layer, three repeats and one layer over, every cap and norm that Gemma 2 and 3 have.
+# Two kinds of layers, three repeats and one extra layer, with every cap and norm of Gemma 2 and 3.
 SLIDING = dataclasses.replace(
     ROTARY,
     layers=5,
@@ -59,7 +59,7 @@ EXPERTS = dataclasses.replace(ROTARY, experts=4, experts_per_token=2, mlp_width=
 POST = dataclasses.replace(
     ROTARY, norm_placement="post", qk_norm=True, qk_norm_over="projection", tied_embeddings=False
 )
-# Layers that are not rotated, as in SmolLM3, among those of which a part is, by the sequence's length, as in Phi-3.
+# Layers without RoPE, as in SmolLM3, and layers with partial RoPE that depends on the sequence length, as in Phi-3.
 LONGROPE = dataclasses.replace(
     ROTARY,
     layers=3,

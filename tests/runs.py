@@ -1,4 +1,4 @@
-"""A run small enough to train in a second, for the tests of everything around the step."""
+"""Training runs of about a second, for the tests of everything around the step."""
 
 import io
 import os
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def write_corpus(folder: pathlib.Path, files: int = 12) -> str:
-    """Text files of seeded words; returns their glob."""
+    """Writes text files of seeded random words and returns their glob."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
@@ -32,7 +32,7 @@ def write_corpus(folder: pathlib.Path, files: int = 12) -> str:
 
 
 def tiny_config(path: str, **fields) -> Config:
-    """One layer of width 16 on a corpus of `write_corpus`; `fields` are `section_field=value`."""
+    """Returns a configuration with one layer of width 16 on `write_corpus`; `fields` are `section_field=value`."""
     config = Config()
     model = config.model
     model.name = "llama3.2-1b"
@@ -51,47 +51,47 @@ def tiny_config(path: str, **fields) -> Config:
 
 
 def train(config: Config, workdir: pathlib.Path) -> tuple[int, str]:
-    """(exit status, everything printed) of a run in this process."""
+    """Trains in this process and returns (exit status, everything printed)."""
     out = io.StringIO()
     status = Trainer(config, pathlib.Path(os.path.relpath(workdir)), Console(file=out, width=100)).run()
     return status, out.getvalue()
 
 
 def trained(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
-    """(configuration, float32 parameters) of a run's newest whole checkpoint, as sampling opens it."""
+    """Returns (configuration, float32 parameters) of a run's newest complete checkpoint, opened as for sampling."""
     opened = open_any.open_workdir(pathlib.Path(workdir))
     return checkpoint.newest(workdir)[1], opened.load(jnp.float32)
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """A user's environment: one CPU device, and the defaults that the tests tighten."""
+    """Returns a user's environment with one CPU device and the defaults that the tests tighten."""
     usual = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": compiler.FAST, "JAX_NUMPY_RANK_PROMOTION": "allow"}
     return os.environ | usual | extra
 
 
 def compiled_once(cache: pathlib.Path) -> dict[str, str]:
-    """More for the environment of commands that compile the same programs: the second takes them from this folder."""
+    """Returns extra environment variables with which commands share compiled programs through the folder `cache`."""
     least = {f"JAX_PERSISTENT_CACHE_MIN_{of}": "0" for of in ("COMPILE_TIME_SECS", "ENTRY_SIZE_BYTES")}
     return {"JAX_COMPILATION_CACHE_DIR": str(cache), **least}
 
 
 def started(arguments: list[str], **extra: str) -> starter.Started:
-    """`python <arguments>` (`-m module …` or `-c code …`) with more in its environment; it goes on by itself."""
+    """Starts `python <arguments>` (`-m module …` or `-c code …`) in the background, with more in its environment."""
     return starter.start(arguments, environment(**extra), ROOT)
 
 
 def command(module: str, *arguments: str) -> subprocess.CompletedProcess:
-    """A command as a person runs it."""
+    """Runs a command as a user would."""
     return _run(["-m", module, *arguments])
 
 
 def python(code: str) -> subprocess.CompletedProcess:
-    """Code in a process whose imports are done."""
+    """Runs code in a process that has already imported the libraries."""
     return _run(["-c", code])
 
 
 def fresh_python(code: str) -> subprocess.CompletedProcess:
-    """Code in an interpreter of its own, behind pipes: where imports, or sizes of files, are what it is about."""
+    """Runs code in a new interpreter with pipes, for tests of imports or file sizes."""
     return subprocess.run(
         [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
     )

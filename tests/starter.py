@@ -1,7 +1,7 @@
-"""Starts commands from one process that has imported their libraries already, which is most of a small command's time.
+"""Starts commands by forking a process with all libraries imported, since imports dominate a small command's time.
 
-A child is forked for each, before JAX has started a backend or a thread; it has its own `__main__`, and ends as any
-interpreter does. `python tests/starter.py` reads requests as JSON, one a line, and answers each with one line.
+Each child is forked before JAX starts a backend or a thread. It has its own `__main__` and exits like any interpreter.
+`python tests/starter.py` reads JSON requests, one per line, and answers each with one line.
 """
 
 import atexit
@@ -22,11 +22,11 @@ import types
 import warnings
 from typing import Any
 
-COMMANDS = ("__main__",)  # they define flags, and so are imported once: when they run
+COMMANDS = ("__main__",)  # they define flags, so they are imported only once, when they run
 
 
 class Started:
-    """A started command, as `subprocess.Popen` has it; what it prints goes into files."""
+    """Handle of a started command, like `subprocess.Popen`; its output goes to files."""
 
     def __init__(self, starter: "Starter", asked: dict[str, Any]):
         self._starter, self.returncode = starter, None
@@ -40,7 +40,11 @@ class Started:
         return self.returncode
 
     def communicate(self, timeout: float = 3600) -> tuple[str, str]:
-        """(standard output, standard error) once it has ended; an error after `timeout` seconds."""
+        """Waits and returns (standard output, standard error).
+
+        Raises:
+            subprocess.TimeoutExpired: The command has not ended after `timeout` seconds.
+        """
         end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > end:
@@ -58,7 +62,7 @@ class Started:
 
 
 class Starter:
-    """The process that starts others, all with one environment."""
+    """Server process that forks commands, all with one environment."""
 
     def __init__(self, environment: dict[str, str], cwd: pathlib.Path):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -71,7 +75,7 @@ class Starter:
         return json.loads(self._process.stdout.readline())
 
     def start(self, arguments: list[str]) -> Started:
-        """`python <arguments>`, which are `-m module …` or `-c code …`."""
+        """Starts `python <arguments>`, which are `-m module …` or `-c code …`."""
         return Started(self, {"arguments": arguments})
 
 
@@ -81,7 +85,7 @@ def _starter(environment: frozenset[tuple[str, str]], cwd: pathlib.Path) -> Star
 
 
 def start(arguments: list[str], environment: dict[str, str], cwd: pathlib.Path) -> Started:
-    """As `Starter.start`, by a starter that has this environment; pytest's own notes in it aside."""
+    """Starts a command in a server with this environment, ignoring pytest's own variables."""
     told = frozenset((name, value) for name, value in environment.items() if not name.startswith("PYTEST_"))
     return _starter(told, cwd).start(arguments)
 
@@ -98,16 +102,16 @@ def _run(arguments: list[str]) -> None:
 
 
 def _serve() -> list[str] | None:
-    """Answers until there is no more to answer; in a child: what it is to run."""
+    """Answers requests until the input ends; in a forked child, returns the arguments to run."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries may print is no answer
+    os.dup2(2, 1)  # output printed by libraries must not mix with the answers
     for line in sys.stdin:
         asked = json.loads(line)
         if "pid" in asked:
             found, status = os.waitpid(asked["pid"], os.WNOHANG)
             told = os.waitstatus_to_exitcode(status) if found else None
         else:
-            with warnings.catch_warnings():  # of threads, which there are not yet
+            with warnings.catch_warnings():  # about threads, of which none exist yet
                 warnings.simplefilter("ignore")
                 told = os.fork()
             if not told:
@@ -121,8 +125,8 @@ def _serve() -> list[str] | None:
 
 
 def _import_all() -> None:
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's, and read once: the only threads that an import starts
-    import jaxllm  # heavy, and of no use to who only asks this process
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for NumPy, read once: the only threads that an import starts
+    import jaxllm  # slow, and not needed by clients of this module
 
     for module in pkgutil.walk_packages(jaxllm.__path__, "jaxllm."):
         if module.name.rpartition(".")[2] not in COMMANDS:

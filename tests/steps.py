@@ -1,4 +1,4 @@
-"""Steps of small models on random batches, without data files or a loop: what the tests of train/ build on."""
+"""Training steps of small models on random batches, without data files or a loop, for the tests of train/."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from jaxllm.step.train_step import train_step
 
 
 def config(**fields) -> Config:
-    """8 sequences of 16 tokens, AdamW, float32, 20 steps; `fields` are `section_field=value`."""
+    """Returns a configuration: 8 sequences of 16 tokens, AdamW, float32, 20 steps; `fields`: `section_field=value`."""
     made = Config()
     made.train.batch_size, made.data.sequence_length, made.train.steps = 8, 16, 20
     made.optimizer.name, made.optimizer.weight_decay, made.optimizer.peak_lr = "adamw", 0.1, 1e-2
@@ -29,7 +29,7 @@ def config(**fields) -> Config:
 
 
 def batch(config: Config, model: Architecture, seed: int) -> dict[str, np.ndarray]:
-    """Two packed documents a row, one of them cut short by padding in the first row."""
+    """Returns a batch with two packed documents per row; in the first row, padding truncates one of them."""
     rows, length = config.train.batch_size, config.data.sequence_length
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (rows, length + 1)).astype(np.int32)
     column = np.arange(length)
@@ -44,13 +44,13 @@ def batch(config: Config, model: Architecture, seed: int) -> dict[str, np.ndarra
     }
 
 
-# What makes the first state of a run: compiled once for runs that are alike.
+# State initializers: compiled once for runs of the same kind.
 _STARTS: dict[tuple[str, Architecture], Any] = {}
 
 
 @dataclasses.dataclass
 class Run:
-    """A train step and its state on a mesh."""
+    """Train step and its state on a mesh."""
 
     config: Config
     model: Architecture = models.ROTARY
@@ -67,7 +67,7 @@ class Run:
         self._updates: dict[str, Any] = {}
 
     def step(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """One update of the run's state; returns the metrics."""
+        """Updates the run's state once and returns the metrics."""
         if self._step is None:
             self._step = programs.train_step(self.config, self.step_spec, self.mesh).compile()
         placed = jax.device_put(values, mesh.batch_sharding(self.mesh))
@@ -78,7 +78,7 @@ class Run:
         return [self.step(batch(self.config, self.model, i))["loss"] for i in range(steps)]
 
     def updated(self, values: dict[str, np.ndarray], **step_spec) -> tuple[Any, dict[str, jax.Array]]:
-        """(parameters, metrics) after one update from the run's state, which stays as it is."""
+        """Returns (parameters, metrics) after one update, leaving the run's state unchanged."""
         key = repr(step_spec)
         if key not in self._updates:
             changed = dataclasses.replace(self.step_spec, **step_spec)
@@ -100,5 +100,5 @@ def assert_equal(a: Any, b: Any) -> None:
 
 
 def copy(tree: Any) -> Any:
-    """Of the state before a step that takes it over."""
+    """Copies a state, so that it survives a step that donates the original."""
     return jax.tree.map(jnp.copy, tree)

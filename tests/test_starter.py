@@ -1,4 +1,4 @@
-"""Commands that one process starts for tests end as those do that a person starts."""
+"""Commands started by the fork server end as those that a user starts."""
 
 import signal
 import subprocess
@@ -46,7 +46,7 @@ def test_several_at_once_and_a_signal():
     one.send_signal(signal.SIGKILL)
     one.communicate(30)
     assert one.returncode == -signal.SIGKILL
-    one.send_signal(signal.SIGKILL)  # of one that has ended, nothing happens
+    one.send_signal(signal.SIGKILL)  # signalling a process that has ended has no effect
 
 
 def test_the_environment_is_the_callers():

@@ -8,9 +8,9 @@ import pytest
 import runs
 
 PATHS = sorted((runs.ROOT / "jaxllm").rglob("*.py"))
-# A first line that leans on the name above it, or asks a question, says nothing by itself.
+# A first line that depends on the name above it, or asks a question, is not a statement.
 HEADLESS = re.compile(r"(Of|The same|What|Whether|How it|As `\w+`,|Likewise)\b")
-# Word that is not the field's -> the field's.
+# Dialect word -> the field's term.
 DIALECT = {
     r"held against": "compared with, checked against",
     r"(is|are) told": "reported, printed, returned",
@@ -58,7 +58,7 @@ def identifiers(module):
 
 
 def faults(module):
-    """Lines of a module whose words are not the field's, with what is wrong."""
+    """Yields (line, problem) for words of a module that are not the field's terms."""
     for line, text in docstrings(module):
         if HEADLESS.match(text):
             yield line, f"docstring begins: {text.splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""Programs compiled in this process for devices that are not there; the same one only once in a session.
+"""Programs compiled in this process for absent devices; each program is compiled once per session.
 
 found = absent_programs.train_step(config, "h100")      # as many devices as config.mesh takes
 found.figures["arguments"], found.collectives, found.products, found.text
@@ -29,11 +29,11 @@ from jaxllm.parallel import mesh
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A compiled program.
+    """A compiled program: its abstract inputs, memory figures and optimized HLO.
 
     Attributes:
-      inputs: abstract arguments, as given to the compiler.
-      figures: of `ledger.compiled.figures`.
+      inputs: abstract arguments, as passed to the compiler.
+      figures: result of `ledger.compiled.figures`.
       text: optimized HLO.
     """
 
@@ -54,16 +54,18 @@ class Found:
         return matmuls.products(self.module)
 
     def volume(self, *ops: str) -> int:
-        """Elements sent by one device in collectives of these operations; in the ZeRO paper's count."""
+        """Returns the elements that one device sends in collectives of these operations, by the ZeRO paper's count."""
         return sum(c.volume for c in self.collectives if c.op in ops)
 
 
 def train_step(config: Config, device: str, quick: bool = False) -> Found:
-    """A training step for as many of these devices as config.mesh takes.
+    """Compiles a training step for as many of these devices as config.mesh takes.
 
     Args:
-      quick: a TPU's compiler is told to search for fast code little. Its collectives, what is donated and the
-        arguments stay the same, for a fifth of the time; temporaries do not, so that they are Unknown.
+      config: the run.
+      device: name of the device, as in `hardware.detect.named`.
+      quick: make a TPU's compiler spend little effort on fast code. Collectives, donation and arguments stay the same,
+        for a fifth of the time; temporaries do not, so they are Unknown.
     """
     return _train_step(json.dumps(overrides.to_dict(config), sort_keys=True), device, quick)
 
@@ -82,7 +84,7 @@ def _train_step(config_json: str, name: str, quick: bool) -> Found:
             options = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
             options |= {"exec_time_optimization_effort": -1.0} if quick else {}
         executable = absent.compile_for(program, target, count, options)
-        # A TPU's own analysis is of no use where arguments are donated; see `ledger.tpu_report`.
+        # A TPU's own memory analysis is unusable where arguments are donated; see `ledger.tpu_report`.
         figures = attached.figures(executable) | tpu_report.figures(pathlib.Path(folder))
     if options.get("exec_time_optimization_effort"):
         figures |= dict.fromkeys(("temps", "peak"), Unknown("compiled in a hurry"))
@@ -90,13 +92,13 @@ def _train_step(config_json: str, name: str, quick: bool) -> Found:
 
 
 def bytes_per_device(inputs: Any) -> int:
-    """Of abstract arrays with shardings, from their shapes."""
+    """Returns the bytes per device of abstract arrays with shardings, from their shard shapes."""
     leaves = jax.tree.leaves(inputs)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def quickstart(**fields: Any) -> Config:
-    """A run of the quickstart's size on 8 devices, with a plain optimizer; `fields` are `section_field=value`."""
+    """Returns a quickstart-sized run on 8 devices with a plain optimizer; `fields` are `section_field=value`."""
     config = Config()
     model = config.model
     model.name, model.rope_scaling = "llama3.2-1b", "none"
@@ -111,7 +113,7 @@ def quickstart(**fields: Any) -> Config:
 
 
 def llama3_8b(**fields: Any) -> Config:
-    """Llama 3 8B on 8 devices, a sequence of 2,048 tokens each, its blocks recomputed."""
+    """Returns Llama 3 8B on 8 devices, one sequence of 2,048 tokens each, with full recomputation of its blocks."""
     config = quickstart(
         data_sequence_length=2048, train_batch_size=8, remat_policy="full", train_loss_chunk=2048, **fields
     )

@@ -1,4 +1,4 @@
-"""The compilers are started as `ledger.absent` starts them: quiet, and several at a time."""
+"""Starts the compilers as `ledger.absent` does: quiet, and several at a time."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Training steps compiled for devices that are not there. Run by `make test-aot`, where the compilers are."""
+"""Training steps compiled for absent devices. Run by `make test-aot`, where the compilers are installed."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from jaxllm.model import specs
 from jaxllm.programs import Program
 
 QUICKSTART = absent_programs.quickstart()
-# Figures of a state or a scalar may be rounded up by a TPU's tiles.
+# TPU tiles may round up the figures of a state or a scalar.
 TILES = 0.01
 BATCH_BYTES_PER_TOKEN = 20
 
@@ -36,7 +36,7 @@ def parameters(config):
 
 
 def expected_arguments(config):
-    """A float32 master and two moments of each parameter, and a device's rows of the batch."""
+    """Returns the bytes of a float32 master and two moments per parameter, and of a device's rows of the batch."""
     tokens = config.train.batch_size * config.data.sequence_length // config.mesh.data
     return 12 * parameters(config) + BATCH_BYTES_PER_TOKEN * tokens
 
@@ -63,12 +63,15 @@ def test_plain_data_parallelism_sums_each_gradient_once(device):
     found = absent_programs.train_step(QUICKSTART, device)
     assert {(c.op, c.devices) for c in found.collectives} == {("all-reduce", 8)}
     extra = found.volume("all-reduce") - 2 * parameters(QUICKSTART)
-    assert 0 <= extra < 2 * 100  # the loss's sums
+    assert 0 <= extra < 2 * 100  # sums of the loss
 
 
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 def test_flops_are_the_formula_s(device):
-    """With attention's; kernels are calls, whose nine products a pair the count leaves out and the calls are told."""
+    """Compiled FLOPs match the formula, with attention in XLA and in kernels.
+
+    Kernels are calls: the count omits their nine matmuls per pair and lists the calls as uncounted.
+    """
     model = architectures.resolve_config(QUICKSTART)
     plain = absent_programs.quickstart(attention_implementation="xla")
     found = absent_programs.train_step(plain, device, quick=True)
@@ -84,12 +87,12 @@ def test_flops_are_the_formula_s(device):
 def test_tpu_figures():
     found = absent_programs.train_step(QUICKSTART, "v5e")
     assert found.figures["arguments"] == pytest.approx(expected_arguments(QUICKSTART), rel=TILES)
-    assert found.figures["temps"] >= 0  # 0 where its vector memory holds them all
+    assert found.figures["temps"] >= 0  # 0 where its vector memory holds all temporaries
     assert found.figures["flops"] > 0
 
 
 def test_llama3_8b_on_h100():
-    """Its state alone is more than the device has: CUDA's compiler does not mind, and the figures say so."""
+    """The state alone exceeds the device's memory: CUDA's compiler accepts the program, and the figures show it."""
     config = absent_programs.llama3_8b()
     found = absent_programs.train_step(config, "h100")
     assert parameters(config) == 8_030_261_248
@@ -131,7 +134,7 @@ def test_a_tpu_has_the_memory_that_its_compiler_lets_a_program_have(name):
 
 
 def moved(mesh, back):
-    """A program that takes 4,096 bytes from host memory, beside 8,192 of the device, and may put them back."""
+    """Returns a program with 4,096 bytes of host memory and 8,192 of the device; `back` writes the former back."""
     host, device = (NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in ("pinned_host", "device"))
     inputs = (
         jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=host),
@@ -157,7 +160,7 @@ def test_what_is_in_host_memory_is_counted_there(device, back):
 
 
 def test_a_mesh_of_cuda_devices_would_forget_host_memory():
-    """The fault that the abstract mesh avoids; when JAX mends it, `compile_for` can be simpler."""
+    """The JAX fault that the abstract mesh avoids; once JAX fixes it, `compile_for` can be simpler."""
     devices = topologies.get_topology_desc(**detect.named("h100").compile_target.topology(8)).devices
     program = moved(Mesh(devices, ("data",)), back=False)
     assert program.inputs[0].sharding.memory_kind is None
@@ -182,7 +185,7 @@ def test_the_command_compiles_for_what_is_not_there():
 
 
 def test_the_command_compiles_sampling():
-    # Of one sequence, XLA makes sums of the products with vectors.
+    # For a batch of one, XLA turns matrix-vector matmuls into sums.
     wanted = ("--task", "infer", "--context", "256", "--batch", "8", "--device", "h100", "--compile", "--json")
     result = ledger(*wanted)
     assert result.returncode == 0, result.stderr
@@ -191,10 +194,10 @@ def test_the_command_compiles_sampling():
     state = told["columns"]["formula"]["persistent"]
     for program in told["programs"].values():
         assert program["figures"]["arguments"] == pytest.approx(state, rel=0.01)
-    assert len(told["programs"]["decode"]["products"]["unknown_loops"]) == 1  # as many steps as are asked for
+    assert len(told["programs"]["decode"]["products"]["unknown_loops"]) == 1  # as many steps as the caller requests
 
 
-# One row and several; matrices read where they lie, cut out, and put in another order; two kinds of layers.
+# One row and several; matrices read in place, sliced, and transposed; two kinds of layers.
 @pytest.mark.parametrize(
     ("name", "batch", "context", "device"),
     [
@@ -219,14 +222,14 @@ def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device
 
 @pytest.mark.parametrize(("phase", "near"), [(rows.DECODE, 2e-3), (rows.PREFILL, 0.02)])
 def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
-    """State to the byte; a chunk of prompts attends to one layer's keys and values as they compute."""
+    """State matches to the byte; a chunk of prompts attends to one layer's keys and values in the compute dtype."""
     model, named = architectures.ARCHITECTURES["smollm2-360m"], detect.named("h100")
     batch, context, chunk = 4, 2048, 128
     made, width = (programs.decode, 8) if phase == rows.DECODE else (programs.prefill, chunk)
     program = made(model, batch, width, context, jnp.bfloat16, jnp.int8)
     figures = absent.inspection_for(program, absent.require_compiler(named.name, named.compile_target), 1).figures
     wide, ledger = (inference(model, batch, context, chunk, "bf16", held, platform="gpu") for held in ("bf16", "int8"))
-    passed = 4 if phase == rows.DECODE else batch * chunk * 5  # the limit; tokens and which are real
+    passed = 4 if phase == rows.DECODE else batch * chunk * 5  # the limit; tokens and the mask of real ones
     assert figures["arguments"] == ledger.persistent_bytes + passed
     assert ledger.persistent_bytes + ledger.phase_bytes(phase) == pytest.approx(figures["peak"], rel=near)
     assert wide.persistent_bytes + wide.phase_bytes(phase) > (1 + near) * figures["peak"], (
@@ -234,7 +237,7 @@ def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
     )
 
 
-# Few words, so that sorting them is compiled soon. Values turned for a kernel; scores, of many slots.
+# A small vocabulary, so that its sort compiles quickly. Values transposed for a kernel; scores of many slots.
 @pytest.mark.parametrize(
     ("name", "layers", "batch", "context", "chunk", "cache"),
     [("gpt2", 12, 8, 1024, 128, "int8"), ("llama3.2-1b", 4, 2, 8192, 64, "bf16")],

@@ -1,4 +1,4 @@
-"""The closed forms against programs compiled for GPUs that are not there: FLOPs exact, peaks within a few per cent."""
+"""The closed forms against programs compiled for absent GPUs: FLOPs exact, peaks within a few per cent."""
 
 import absent_programs
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from jaxllm import architectures
 from jaxllm.ledger.formula import flops, training_memory
 
-# Stage 0 does not fit: XLA would make more of it again than the policy says.
+# Stage 0 does not fit: XLA would rematerialize more than the policy states.
 CASES = {
     "stage 1": absent_programs.llama3_8b(mesh_zero=1, train_attention_chunk=512),
     "stage 2": absent_programs.llama3_8b(mesh_zero=2, train_attention_chunk=512),

@@ -1,4 +1,4 @@
-"""The attention kernels compiled for devices that are not there: that they are, what memory they need, what spills."""
+"""The attention kernels compiled for absent devices: that they compile, what memory they need, what spills."""
 
 import dataclasses
 import functools
@@ -23,20 +23,20 @@ from jaxllm.programs import Program
 GPUS = ["a100-80gb", "h100", "b200"]
 TPUS = ["v5e", "v5p"]
 HEADS, KEY_HEADS, LENGTH = 4, 2, 1024
-# With the masks of a packed batch of Gemma 2; a bare causal mask. Kernels of the two are compiled otherwise.
+# The masks of a packed batch of Gemma 2, and a bare causal mask. The two compile to different kernels.
 RULES = {"rich": {"window": 300, "softcap": 30.0}, "bare": {"window": 0, "softcap": 0.0}}
 WITHOUT_SPILLS = [
     *[(head_dim, "bfloat16") for head_dim in (16, 64, 80, 128, 256)],
     (128, "float16"),
     *[(head_dim, "float32") for head_dim in (16, 32, 64, 96, 128, 192, 256)],
 ]
-# What XLA rounds buffers up to, and its table of outputs.
+# XLA's rounding of buffers, and its table of outputs.
 SMALL = 1024
 
 
 @functools.cache
 def program(platform, head_dim, length, rule, dtype="bfloat16", **how):
-    """Forward and backward of one layer's attention; the same for all GPUs, so that JAX traces and lowers it once."""
+    """Returns forward and backward of one layer's attention; all GPUs share it, so JAX traces and lowers it once."""
     q = jax.ShapeDtypeStruct((1, length, HEADS, head_dim), dtype)
     k = jax.ShapeDtypeStruct((1, KEY_HEADS, length, head_dim), dtype)
     segments = [jax.ShapeDtypeStruct((1, length), jnp.int32)] * (2 if rule == "rich" else 0)
@@ -53,7 +53,7 @@ def program(platform, head_dim, length, rule, dtype="bfloat16", **how):
 
 
 def figures(name, head_dim, length=LENGTH, rule="rich", dtype="bfloat16", blocks=None):
-    """(bytes of temporaries, {kernel: (bytes spilled, registers)}); the second is {} for TPUs, which tell nothing."""
+    """Returns (bytes of temporaries, {kernel: (bytes spilled, registers)}); TPUs report no spills, so {} for them."""
     return compiled_once(name, head_dim, length, rule, dtype, blocks)
 
 
@@ -65,18 +65,18 @@ def compiled_once(name, head_dim, length, rule, dtype, blocks):
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
         if platform == "gpu":
-            # As users compile. Registers are LLVM's to save, whose optimisations tests do without (`compiler.py`).
+            # As users compile. LLVM allocates registers, and tests run without its optimisations (`compiler.py`).
             options["xla_backend_optimization_level"] = 3
         made = program(platform, head_dim, length, rule, dtype, blocks=blocks)
         executable = absent.compile_for(made, target, 1, options)
         found, told = attached.figures(executable), tpu_report.figures(pathlib.Path(folder))
-        # A TPU's report has the outputs among what is not an argument; its own analysis leaves out vector memory.
+        # A TPU's report counts outputs among non-arguments; its own analysis omits vector memory.
         temps = told["temps"] - found["outputs"] if told else found["temps"]
         return temps, spills(pathlib.Path(folder))
 
 
 def spills(folder):
-    """What NVIDIA's assembler says of the kernels of `flash_triton` in a folder of PTX."""
+    """Returns what NVIDIA's assembler reports for the kernels of `flash_triton` in a folder of PTX."""
     (assembler,) = glob.glob(f"{sysconfig.get_path('purelib')}/nvidia/*/bin/ptxas")
     told = {}
     for path in folder.glob("*.ptx"):
@@ -121,7 +121,7 @@ def test_the_widest_heads_in_float32_spill_unless_taken_in_parts():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus_need_two_numbers_a_query_and_head(name, head_dim, rule):
-    """lse and delta in float32, and nothing else, whatever the head dimension."""
+    """Temporaries are lse and delta in float32 and nothing else, whatever the head dimension."""
     temps, _ = figures(name, head_dim, rule=rule)
     assert 0 <= temps - 2 * 4 * HEADS * LENGTH <= SMALL
 
@@ -130,14 +130,14 @@ def test_gpus_need_two_numbers_a_query_and_head(name, head_dim, rule):
 @pytest.mark.parametrize(("head_dim", "length"), [(64, LENGTH), (128, LENGTH), (256, LENGTH), (128, 8 * LENGTH)])
 @pytest.mark.parametrize("name", TPUS)
 def test_tpus_need_turned_copies_besides(name, head_dim, length):
-    """Of q, the output, its change and dq, and of keys and values and their gradients, at most; in 128 lanes.
+    """TPUs need, besides, at most transposed copies of q, o, dO, dq, k, v, dk and dv, padded to 128 lanes.
 
-    Linear in the length: at the longer one a single head's scores would be twice the whole bound.
+    Linear in the length: at the longer one, a single head's scores would be twice the whole bound.
     """
     temps, _ = figures(name, head_dim, length)
     copies = 4 * 2 * (HEADS + KEY_HEADS) * length * max(head_dim, 128)
     statistics = 2 * 4 * HEADS * length
-    # Often less than the statistics: the compiler keeps what it can where outputs will be.
+    # Often less than the statistics: the compiler reuses the space of outputs where it can.
     assert 0 <= temps <= copies + 4 * statistics
 
 

@@ -1,4 +1,4 @@
-"""A training step whose attention the kernels compute: they are in the program, and nothing of a number a pair is."""
+"""A training step with attention in kernels: the kernels are in the program, and no array has an element per pair."""
 
 import collections
 import math
@@ -16,7 +16,7 @@ KERNELS = ["flash_attention", "flash_attention_dkv", "flash_attention_dq"]
 
 
 def step(device, implementation="auto", **fields):
-    """Of a model of the quickstart's size with longer sequences: one a device."""
+    """Compiles a step of a model of the quickstart's size with longer sequences, one per device."""
     config = absent_programs.quickstart(
         data_sequence_length=LENGTH, mesh_data=1, train_batch_size=1, precision_policy="bf16", **fields
     )
@@ -25,7 +25,7 @@ def step(device, implementation="auto", **fields):
 
 
 def kernels(text):
-    """Calls of each kernel, by name."""
+    """Returns the number of calls of each kernel, by name."""
     calls = [line for line in text.splitlines() if "custom-call(" in line]
     told = (line.partition("custom_call_target")[2] for line in calls)
     names = (re.search(r"\b(flash_attention(?:_dq|_dkv)?)\b(?!\.py)", text) for text in told)
@@ -33,7 +33,7 @@ def kernels(text):
 
 
 def of_pairs(text):
-    """Arrays of a number for each pair of a query and a key: two dimensions of the length, or one of both."""
+    """Returns shapes with an element per (query, key) pair: two dimensions of the length, or one with both."""
     shapes = {match[1] for match in re.finditer(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", text)}
     dimensions = [[int(size) for size in shape.split(",")] for shape in shapes]
     return [shape for shape in dimensions if shape.count(LENGTH) > 1 or math.prod(shape) % LENGTH**2 == 0]
@@ -50,7 +50,7 @@ def of_pairs(text):
     ],
 )
 def test_kernels_run_and_no_array_has_a_number_a_pair(device, remat, forward):
-    """The forward kernel once more in the backward pass, unless a policy keeps both of its results."""
+    """The forward kernel runs again in the backward pass unless the policy saves both of its results."""
     found = step(device, remat_policy=remat)
     assert kernels(found.text) == dict(zip(KERNELS, (forward, 1, 1), strict=True))
     assert not of_pairs(found.text)
@@ -63,19 +63,19 @@ def test_plain_attention_has_such_arrays_and_no_kernel():
 
 
 def test_kernels_run_over_shares_of_heads_and_rows():
-    """Inside `shard_map`: eight devices, two of them to a sequence's heads."""
+    """Inside `shard_map` the kernels run on shards: eight devices, two per sequence for its heads."""
     config = absent_programs.quickstart(
         mesh_data=4, mesh_tensor=2, mesh_zero=3, precision_policy="bf16", remat_policy="full"
     )
     found = absent_programs.train_step(config, "h100")
-    # XLA has two iterations of a loop in one where weights of the next are on their way.
+    # XLA unrolls two iterations of a loop where it prefetches the next weights.
     made = kernels(found.text)
     assert set(made) == set(KERNELS)
     assert made["flash_attention"] > made["flash_attention_dq"] == made["flash_attention_dkv"]
 
 
 def test_memory_grows_with_the_length_alone():
-    """Twice the length and half the sequences: the same memory by kernels, more by scores."""
+    """Twice the length with half the sequences takes the same memory with kernels, and more with scores."""
     peaks = {}
     for implementation in ("pallas", "xla"):
         for length, rows in ((512, 4), (1024, 2)):

@@ -1,4 +1,4 @@
-"""Every shipped configuration compiles for the hardware it is made for, and fits there by all available columns."""
+"""Every shipped configuration compiles for its hardware and fits there by all available columns."""
 
 import math
 import pathlib
@@ -54,12 +54,12 @@ def test_it_compiles_and_fits(name, device, overrides):
     assert ledger.peak_bytes < capacity, told
     assert peak < 0.95 * capacity, told
     batch = 5 * 4 * config.train.batch_size * config.data.sequence_length // (config.mesh.data * config.mesh.replica)
-    # Arrays of a few numbers may be laid out with padding on a TPU.
+    # A TPU may pad arrays of a few elements.
     assert found.figures["arguments"] == pytest.approx(
         ledger.persistent_bytes + batch, rel=1e-3 if device == "v5p" else 0
     )
     assert ledger.count == math.prod(mesh.sizes(config.mesh).values())
-    # The docstring's bill names the formula's peak, in the unit and digits of the ledger.
+    # The bill in the docstring states the formula's peak, in the unit and digits of the ledger.
     bill = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
     if not overrides and device == "h100":
         (stated,) = re.findall(r"([\d.]+ GiB) at its peak", bill)

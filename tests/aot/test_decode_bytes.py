@@ -1,7 +1,7 @@
-"""What a decoded token moves on a TPU: weights and cache, and little beside. Run by `make test-aot`.
+"""Bytes that a decoded token moves on a TPU: weights and cache, and little else. Run by `make test-aot`.
 
-XLA's cost analysis counts the body of a loop once: of the loop over layers one layer, of that over tokens one token. So
-what it counts is held against the head, one layer's weights and one layer's cache.
+XLA's cost analysis counts the body of a loop once: one layer of the loop over layers, one token of the loop over
+tokens. So its count is compared with the head, one layer's weights and one layer's cache.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ from jaxllm.model.specs import parameter_count
 
 BATCH, CAPACITY, CHUNK, BF16 = 8, 4096, 128, 2
 MODEL = architectures.ARCHITECTURES["llama3.2-1b"]
-# The same numbers of weights and cache, in heads that fill the lanes of a register.
+# Weights and cache with as many elements, in heads that fill the lanes of a register.
 WIDE = dataclasses.replace(MODEL, heads=16, kv_heads=4, head_dim=128)
 
 
 @pytest.fixture(autouse=True)
 def greedy(monkeypatch):
-    """The choice of a token has branches, of which the analysis counts the costliest: the sort that filters need."""
+    """Removes the branches of sampling: the analysis would count the costliest, the sort that filters need."""
     monkeypatch.setattr(sampling.jax.lax, "cond", lambda wanted, yes, no: no())
 
 
 def compiled(model, made=programs.decode, width=8, cache=jnp.bfloat16, turned=True):
-    """(bytes accessed, temporaries, bytes of the cache)."""
+    """Returns (bytes accessed, temporaries, bytes of the cache)."""
     device = detect.named("v5e")
     program = made(model, BATCH, width, CAPACITY, jnp.bfloat16, cache, turned)
     target = absent.require_compiler(device.name, device.compile_target)
@@ -55,7 +55,7 @@ def test_weights_and_cache_are_read_once(model, dtype):
 
 
 def test_logits_that_went_through_memory_would_be_caught(monkeypatch):
-    """As they did while the state carried them."""
+    """Logits went through memory while the state carried them."""
     extend = generate.extend
 
     def through_memory(*arguments):
@@ -74,7 +74,7 @@ def test_projections_that_are_laid_out_anew_would_be_caught():
 
 
 def test_a_write_that_lays_the_cache_out_anew_would_be_caught(monkeypatch):
-    """XLA's own scatter, which the kernel is in place of."""
+    """XLA's own scatter, which the kernel replaces, lays the cache out anew."""
     monkeypatch.setattr(layer_cache, "_write_on_tpu", layer_cache._scatter)
     moved, temps, cache = compiled(MODEL)
     assert moved > 1.5 * once(MODEL, cache)
@@ -82,7 +82,7 @@ def test_a_write_that_lays_the_cache_out_anew_would_be_caught(monkeypatch):
 
 
 def test_prompts_are_written_without_a_copy_of_the_cache(monkeypatch):
-    """Attention's scores, in float32 and bfloat16, are what prefill holds; by XLA's scatter two caches more."""
+    """Prefill's temporaries are attention's scores in float32 and bfloat16; XLA's scatter needs two more caches."""
     scores = BATCH * MODEL.heads * CHUNK * CAPACITY * (4 + BF16)
     _, temps, cache = compiled(MODEL, programs.prefill, CHUNK)
     assert scores < temps < scores + 0.3 * cache

@@ -1,4 +1,4 @@
-"""The decode attention kernels as the compilers of absent devices take them. Run by `make test-aot`."""
+"""The decode attention kernels, compiled for absent devices. Run by `make test-aot`."""
 
 import functools
 
@@ -55,7 +55,7 @@ def cache_bytes(shape):
 @pytest.mark.parametrize("device", [*GPUS, *TPUS])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiles_and_copies_no_cache(shape, device):
-    """Beside its arguments a program holds what its splits leave, a few numbers of each head: under a hundredth."""
+    """Temporaries are partial results of the splits, a few elements per head: under a quarter of one layer's cache."""
     text = compiled(shape, device).as_text()
     assert text.count("decode_attention") > 0
     temps = compiled(shape, device).memory_analysis().temp_size_in_bytes
@@ -65,7 +65,7 @@ def test_compiles_and_copies_no_cache(shape, device):
         itemsize = jnp.dtype(dtype).itemsize
         block = decode_gpu.block_length(head_dim, itemsize)
         most = decode_gpu.split_count(BATCH, kv_heads, tokens * heads // kv_heads, slots, block)
-    # Weighted values, maximum and sum of each split, float32; one more of them while they are put together.
+    # acc, m and l of each split in float32; one more copy while they are combined.
     assert temps <= 2 * most * BATCH * tokens * heads * (head_dim + 2) * 4
     assert temps < cache_bytes(shape) / LAYERS / 4
 
@@ -79,7 +79,7 @@ def test_one_layer_of_the_stack_is_read(shape, device):
 
 
 def test_a_copy_of_the_cache_would_be_caught():
-    """A layer taken out of the stack before the kernel is a copy of it."""
+    """Slicing a layer out of the stack before the kernel copies that layer."""
     named = detect.named("h100")
     target = absent.require_compiler(named.name, named.compile_target)
     whole = program("llama", "gpu")

@@ -1,4 +1,4 @@
-"""The GPU suite's programs, compiled for a GPU that is not there: the sizes that it meets first on a real one."""
+"""The GPU suite's programs, compiled for an absent GPU at sizes that otherwise first occur on a real one."""
 
 import dataclasses
 import functools
@@ -36,14 +36,14 @@ def compiles(jitted, arguments, name="h100"):
 @pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
 @pytest.mark.parametrize("name", ["ours", "jax triton"])
 def test_attention_over_the_longest_sequence(name, head_dim):
-    """Forward and backward. cuDNN's needs the device, which chooses its algorithm; Mosaic's has no backward pass."""
+    """Compiles both passes. cuDNN's needs the device to choose its algorithm; Mosaic's has no backward pass."""
     length, is_ours = max(attention.LENGTHS), name == "ours"
     shape = (1, length, attention.WIDTH // head_dim, head_dim)
     arguments = jax.eval_shape(functools.partial(rivals.arrays, *shape, is_ours))
     made = ours.causal(head_dim) if is_ours else rivals.made(name, head_dim, True)
     executable = compiles(rivals.program(made, True), arguments)
     q = arguments[0].size * arguments[0].dtype.itemsize
-    assert executable.memory_analysis().temp_size_in_bytes < 4 * q  # no scores: those of one head are 2 GiB
+    assert executable.memory_analysis().temp_size_in_bytes < 4 * q  # no scores: those of one head take 2 GiB
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_decode_attention_over_the_largest_cache(int8):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", tune.CHOICES)
 def test_tiles_compile(kernel):
-    """The first choice of each kernel. One that is too much for a multiprocessor is a line in the suite."""
+    """The first choice of tiles compiles for each kernel. The suite reports one too large for a multiprocessor."""
     head_dim = 128
     arguments = jax.eval_shape(functools.partial(rivals.arrays, 1, 1024, 2, head_dim, True))
     now = tiles_for(ours.TRITON, head_dim, "bfloat16")

@@ -1,4 +1,4 @@
-"""Cells of the grid compiled again: XLA says what is kept of it, and the formula is near."""
+"""Recompiles cells of the grid: XLA's figures equal the stored ones, and the formula is close."""
 
 import json
 import sys
@@ -13,12 +13,12 @@ import grid_report
 import ledger_vs_xla
 
 RESULTS = runs.ROOT / "experiments" / "results"
-# At most so many of each target; a TPU's compiler takes a minute for one.
+# Maximum number of cells per target; a TPU's compiler takes a minute for one.
 CELLS = {"cpu": 9, "h100": 8, "v5e": 2}
 
 
 def kinds(run):
-    """What a cell is an example of."""
+    """Returns the features that a cell exemplifies."""
     config = grid.configured(run)
     mesh = config.mesh
     return {
@@ -32,7 +32,7 @@ def kinds(run):
 
 
 def chosen(target):
-    """Of the cells that are left, the one that shows the most that no other did for each second of compilation."""
+    """Repeatedly picks, of the remaining cells, the one with the most new features per second of compilation."""
     kept = json.loads((RESULTS / f"ledger_vs_xla_{target}.json").read_text())
     left = {name: told for name, told in kept["cells"].items() if not told["refused"]}
     names, seen = [], set()

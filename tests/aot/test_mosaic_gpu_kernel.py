@@ -1,4 +1,4 @@
-"""The kernel for Hopper compiled for an H100 that is not there, by Mosaic and by NVIDIA's assembler: what it spills."""
+"""The Hopper kernel compiled for an absent H100 by Mosaic and NVIDIA's assembler: what it spills."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# In a process of its own: Mosaic reads these settings when it is loaded.
+# In a separate process: Mosaic reads these settings when it is imported.
 PROGRAM = """
 import json, sys
 from test_attention_kernels import program
@@ -24,7 +24,7 @@ for head_dim, rule, dtype, length, tile in json.loads(sys.argv[1]):
 
 
 def compiled(folder, cells):
-    """For each cell (temporaries, bytes spilled, whether it multiplies by wgmma)."""
+    """Returns for each cell (temporaries, bytes spilled, whether it multiplies with wgmma)."""
     here = os.path.dirname(__file__)
     paths = [here, os.path.dirname(here), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     dumps = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -41,12 +41,12 @@ def compiled(folder, cells):
     for i, held in enumerate(temps):
         (said,) = folder.glob(f"flash_attention_{i}.ptxas")
         spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", said.read_text())]
-        assert len(spilled) >= 2  # stores and loads, once or more often
+        assert len(spilled) >= 2  # stores and loads, once or more
         found.append((held, sum(spilled), "wgmma.mma_async" in said.with_suffix(".ptx").read_text()))
     return found
 
 
-# head_dim, masks of `test_attention_kernels`, type, length
+# head_dim, masks of `test_attention_kernels`, dtype, length
 CELLS = [
     *[(head_dim, rule, "bfloat16", 1024, None) for head_dim in (64, 128, 192, 256) for rule in ("rich", "bare")],
     (128, "rich", "float16", 1024, None),
@@ -60,7 +60,7 @@ def test_it_compiles_and_spills_nothing(tmp_path):
     for cell, (temps, spilled, multiplies) in zip(CELLS, compiled(tmp_path, CELLS), strict=True):
         assert multiplies, cell
         assert spilled == 0, cell
-        if cell[3] % 128 == 0:  # nothing is padded: lse and delta in float32, of four heads
+        if cell[3] % 128 == 0:  # no padding: lse and delta in float32, four heads
             assert temps <= 2 * 4 * 4 * cell[3] + 1024, cell
 
 

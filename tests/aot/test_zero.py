@@ -1,4 +1,4 @@
-"""ZeRO as XLA compiles it for devices that are not there: the collectives of each stage, and what is donated."""
+"""ZeRO as XLA compiles it for absent devices: the collectives of each stage, and what is donated."""
 
 import absent_programs
 import pytest
@@ -10,14 +10,14 @@ from jaxllm.ledger.formula import training_memory
 from jaxllm.model.specs import parameter_count
 
 STAGES = (0, 1, 2, 3)
-# A weight's collective is at least so large; those of norms, losses and counts are less.
+# A weight's collective is at least this large; those of norms, losses and counts are smaller.
 LARGE = 50_000
 
 
 def small(zero: int, device: str = "h100", **fields) -> Config:
-    """Wide enough that weights outweigh everything else that devices tell one another.
+    """Returns a run wide enough that weights outweigh all other communication.
 
-    The TPU's compiler merges small reduce-scatters into all-reduces, so there it is wider.
+    The TPU compiler merges small reduce-scatters into all-reduces, so the model is wider there.
     """
     config = absent_programs.quickstart(mesh_zero=zero, precision_policy="bf16", optimizer_name="adamw", **fields)
     model = config.model
@@ -42,17 +42,17 @@ CELLS = [
 
 def compiled(shape: str, device: str, zero: int):
     config = small(zero, device) if shape == "small" else eight_b(zero)
-    if (shape, device) == ("8b", "v5e"):  # 16 GB a chip: its moments must go
+    if (shape, device) == ("8b", "v5e"):  # 16 GB per chip: its moments must be offloaded
         config.optimizer.offload, config.data.sequence_length, config.train.loss_chunk = "moments", 1024, 1024
-    # Of the programs for TPUs one is compiled as users compile.
+    # One of the TPU programs is compiled as users compile.
     found = absent_programs.train_step(config, device, quick=(shape, zero) != ("small", 3))
     return found, parameter_count(architectures.resolve(config.model))
 
 
 def large_ones(found: absent_programs.Found, device: str, parameters: int) -> list[Collective]:
-    """Collectives of the size of a weight.
+    """Returns the collectives of the size of a weight.
 
-    A TPU scatters the sum of some shapes in parts that are not quite the shares, and hands the ends of them on.
+    A TPU reduce-scatters some shapes in parts that do not quite match the shards, and passes the ends on.
     """
     if device == "v5e":
         assert found.volume("collective-permute") < 0.02 * parameters
@@ -62,7 +62,7 @@ def large_ones(found: absent_programs.Found, device: str, parameters: int) -> li
 
 @pytest.mark.parametrize(("shape", "device", "zero"), CELLS)
 def test_collectives_are_those_of_the_stage(shape, device, zero):
-    """In elements: 2Ψ of gradients in stage 0, Ψ + Ψ in stages 1 and 2, 2Ψ + Ψ in stage 3."""
+    """Volume in elements: 2Ψ of gradients in stage 0, Ψ + Ψ in stages 1 and 2, 2Ψ + Ψ in stage 3."""
     found, parameters = compiled(shape, device, zero)
     large = large_ones(found, device, parameters)
     ops = {c.op for c in large}
@@ -74,27 +74,27 @@ def test_collectives_are_those_of_the_stage(shape, device, zero):
         return
     assert ops == {"all-gather", "reduce-scatter"}, "no all-reduce of the size of a weight"
     assert reduced == pytest.approx(parameters, rel=0.08)
-    # In stage 3 embeddings and head are gathered once, not twice.
+    # In stage 3, embeddings and head are all-gathered once, not twice.
     assert gathered == pytest.approx((2 if zero == 3 else 1) * parameters, rel=0.08)
     assert gathered + reduced == pytest.approx((3 if zero == 3 else 2) * parameters, rel=0.05)
 
 
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 def test_stage_3_gathers_inside_the_loop_over_layers(device):
-    """Layer by layer, in the forward and in the backward pass: no collective is of more than one layer's weights."""
+    """Gathers run layer by layer in both passes: no collective carries more than one layer's weights."""
     found, parameters = compiled("small", device, 3)
     layers = small(3, device).model.layers
     inside = [c for c in found.collectives if c.runs.times >= layers - 1]
     large = large_ones(found, device, parameters)
     assert {c.op for c in large if c in inside} == {"all-gather", "reduce-scatter"}
     in_layers = sum(c.volume for c in inside if c.op == "all-gather")
-    assert in_layers == pytest.approx(2 * parameters, rel=0.25)  # but for the peeled iteration, embeddings and head
+    assert in_layers == pytest.approx(2 * parameters, rel=0.25)  # except the peeled iteration, embeddings and head
     one_layer = parameters / layers
     assert all(c.volume / c.runs.times <= 1.05 * one_layer for c in found.collectives if c.op == "all-gather")
 
 
 def test_a_tpu_s_compiler_in_a_hurry_makes_the_same_collectives():
-    """And the same of arguments and what is donated, by another program."""
+    """Low compile effort yields the same collectives, arguments and donation from a different program."""
     whole, _ = compiled("small", "v5e", 3)
     hurried = absent_programs.train_step(small(3, "v5e"), "v5e", quick=True)
     assert hurried.text != whole.text
@@ -106,18 +106,18 @@ def test_a_tpu_s_compiler_in_a_hurry_makes_the_same_collectives():
 
 @pytest.mark.parametrize(("shape", "device", "zero"), CELLS)
 def test_everything_large_is_donated(shape, device, zero):
-    """Aliased bytes are those of the state: the step writes it where it was."""
+    """Aliased bytes are those of the state: the step updates it in place."""
     found, _ = compiled(shape, device, zero)
     state = absent_programs.bytes_per_device(found.inputs[0])
     aliases = found.figures["aliases"] + found.figures["host_aliases"]
-    # Small arrays are laid out with padding.
+    # Small arrays are padded.
     assert state <= aliases <= 1.001 * state
     assert found.figures["arguments"] + found.figures["host_arguments"] >= state
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_accumulation_gathers_each_time_in_stage_3_only(zero):
-    """Stage 1 sums gradients over the micro-batches first; stage 3 gathers and scatters in each of them."""
+    """Stage 1 first sums gradients over the micro-batches; stage 3 gathers and reduce-scatters in each of them."""
     found = absent_programs.train_step(small(zero, train_accumulate=2), "h100")
     once, parameters = compiled("small", "h100", zero)
     factor = 2 if zero == 3 else 1
@@ -127,7 +127,7 @@ def test_accumulation_gathers_each_time_in_stage_3_only(zero):
 
 
 def test_offloaded_state_leaves_the_device():
-    """ZeRO-Offload: device bytes fall by those of the moments, and of the masters where they go too."""
+    """ZeRO-Offload lowers device bytes by those of the moments, and of the masters if they are offloaded too."""
     here = absent_programs.train_step(eight_b(3), "h100").figures
     parameters = parameter_count(architectures.resolve(eight_b(3).model))
     for offload, numbers in (("moments", 2), ("all", 3)):
@@ -135,12 +135,12 @@ def test_offloaded_state_leaves_the_device():
         moved = numbers * 4 * parameters / 8
         assert there["host_arguments"] == pytest.approx(moved, rel=1e-6)
         assert here["arguments"] - there["arguments"] == pytest.approx(moved, rel=1e-6)
-        # What comes back for the update is a small part of it.
+        # The part that the update brings back to the device is small.
         assert here["peak"] - there["peak"] > 0.9 * moved
 
 
 def test_tensor_parallelism_splits_the_work():
-    """8 devices share products alike by data or by tensor; then activations cross as gathers and scatters."""
+    """Matmuls are divided over 8 devices alike by data or tensor; the latter gathers and scatters activations."""
     by_data = absent_programs.train_step(small(0), "h100")
     config = small(0, mesh_tensor=4)
     config.mesh.data = 2
@@ -152,14 +152,14 @@ def test_tensor_parallelism_splits_the_work():
 
 
 def found_sharded(found) -> int:
-    """Bytes of the state on a device."""
+    """Returns the bytes of the state on one device."""
     return absent_programs.bytes_per_device(found.inputs[0])
 
 
-# Stages differ where something is shared; those of most devices need padding, and those of some do not.
+# Stages differ where something is sharded; most device counts need padding, and some do not.
 @pytest.mark.parametrize(("zero", "devices"), [(3, 1), (0, 64), (3, 64), *((zero, 1024) for zero in STAGES)])
 def test_argument_bytes_are_the_ledgers(zero, devices):
-    """To the byte: the state's share of a device, padding included, and its rows of the batch."""
+    """Matches to the byte: the device's shard of the state, padding included, and its rows of the batch."""
     config = small(zero, train_batch_size=1024)
     config.mesh.data, config.model.layers = devices, 2
     found = absent_programs.train_step(config, "h100")
@@ -169,7 +169,7 @@ def test_argument_bytes_are_the_ledgers(zero, devices):
 
 
 def test_no_layers_weights_stay_gathered():
-    """Twice the layers add what the ledger says of their shares and activations, and no gathered weights."""
+    """Doubling the layers adds their shards and activations, as in the ledger, and no gathered weights."""
 
     def peaks(layers: int) -> tuple[int, int, int]:
         config = small(3, remat_policy="full")
@@ -181,5 +181,5 @@ def test_no_layers_weights_stay_gathered():
 
     (few, few_told, gathered), (many, many_told, _) = peaks(6), peaks(12)
     assert many - few == pytest.approx(many_told - few_told, rel=0.1)
-    # One more layer that stayed would be seen.
+    # One more gathered layer would exceed the tolerance.
     assert 0.1 * (many_told - few_told) < gathered

@@ -1,4 +1,4 @@
-"""Runs that start from pretrained weights: steps equal those from the in-memory tree on any mesh; errors are reported."""
+"""Runs that start from pretrained weights: steps equal those from an in-memory tree on any mesh; bad input fails."""
 
 import dataclasses
 import io
@@ -161,7 +161,7 @@ def test_a_run_goes_on_where_the_source_is_gone(plain, source, tmp_path):
 
 @pytest.mark.slow
 def test_marks_beyond_the_vocabulary_do_not_stop_a_run_that_goes_on(source, tmp_path):
-    """A special token beyond the vocabulary, such as Gemma's image token, is accepted unless the training data uses it."""
+    """Tokens beyond the vocabulary, such as Gemma's image token, are accepted unless the training data uses them."""
     copy = tmp_path / "source"
     shutil.copytree(source, copy)
     made = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))

@@ -88,7 +88,7 @@ def tensors_of(path):
 
 @pytest.mark.parametrize("quantization", ["F16", "Q8_0"])
 def test_a_file_becomes_a_file_of_the_same_tensors(tmp_path, quantization):
-    """A GGUF file converts to GGUF unchanged, including permuted rows, 1 + w and narrow rows; one flipped bit is detected."""
+    """A GGUF file converts to GGUF unchanged, with permuted rows, 1 + w and narrow rows; a flipped bit is detected."""
     model = dataclasses.replace(gguf_models.GEMMA if quantization == "F16" else gguf_models.LLAMA, qk_norm=False)
     params = jax.tree_util.tree_map_with_path(
         lambda path, x: x * 0 + 0.25 if "scale" in jax.tree_util.keystr(path) else x, gguf_models.random_params(model)
@@ -110,7 +110,7 @@ def test_a_file_becomes_a_file_of_the_same_tensors(tmp_path, quantization):
 
 @pytest.mark.parametrize(("dtype", "kind"), [(np.float16, "F16"), (ml_dtypes.bfloat16, "BF16"), (np.float32, "F32")])
 def test_what_gguf_keeps_of_a_dtype_if_nothing_is_asked_for(dtype, kind, tmp_path):
-    """GGUF keeps the dtype exactly by default, through the library and through the command."""
+    """The default GGUF type keeps the dtype to the bit, from either format; in process, as the command does it."""
     tree = folders.random_tree(MODEL, dtype)
     opened = opening.open_model(str(folders.write(tmp_path / "in", MODEL, tree, "llama", 5000)))
     assert gguf.kept(opened) == kind

@@ -1,4 +1,4 @@
-"""Conversation data: which tokens are trained on, whole-conversation packing, and behaviour shared with other sources."""
+"""Conversation data: which tokens are trained on, whole-conversation packing, and behaviour common to all sources."""
 
 import dataclasses
 import json
@@ -145,7 +145,7 @@ def test_system_turns_are_read_and_not_trained(template, want, begins):
         short = conversations._fitted(made, int(np.flatnonzero(made.answers == 2)[0]))
         assert trained(short.turns) == want[:1]
         assert short.lost == 1
-        assert len(short.turns.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # the question of the lost answer is dropped too
+        assert len(short.turns.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # drops the unanswered question
 
 
 def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):

@@ -380,7 +380,7 @@ def test_from_files_end_to_end(tmp_path):
 
 
 def test_ends_of_documents_beyond_the_vocabulary_are_refused(tmp_path):
-    """Pipeline end ids must be in the vocabulary, or a lookup would clamp them; unused special tokens may be beyond it."""
+    """End ids that the pipeline inserts must be in the vocabulary (lookups clamp); names without text need not be."""
     texts.save(chats.text(begins=True), tmp_path / "made")
     (tmp_path / "a.txt").write_text("some words\n" * 200)
     config = DataConfig(

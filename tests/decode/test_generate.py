@@ -178,7 +178,7 @@ def test_a_full_cache_ends_a_row_as_a_larger_one_would_go_on():
 
 
 def scripted(monkeypatch, script):
-    """Replaces token selection by a lookup of (row's token, position) in a script; programs are recompiled."""
+    """Replaces token selection by a table of tokens, by row and position; programs must be compiled after it."""
     table = jnp.array(script, jnp.int32)
 
     def choose(logits, seen, sampling, positions):

@@ -47,7 +47,7 @@ def test_min_p_is_relative_to_the_likeliest(min_p, count):
 
 
 def test_top_p_sees_what_top_k_left():
-    # With three tokens the probabilities are .526, .316, .158, and two exceed .81. With all four, three tokens are needed.
+    # With three tokens the probabilities are .526, .316, .158; two exceed .81. With all four, three tokens are needed.
     assert num_kept(LOGITS, params_of(SamplingOptions(top_k=3, top_p=0.81))).tolist() == [2]
 
 

@@ -1,4 +1,4 @@
-"""The scripts of experiments/ are no package: each is run by itself, and imports the others as its neighbours."""
+"""Scripts of experiments/ are not a package: each runs by itself and imports the others from its folder."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How rows of different batch sizes are compared, on tokens whose differences are known."""
+"""Comparison of rows of different batch sizes, on tokens whose differences are known."""
 
 import decode_drift
 import pytest

@@ -1,4 +1,4 @@
-"""The GPU suite on a CPU: that all of it runs, that what is wrong is told, and that its figures are what they say."""
+"""The GPU suite on a CPU: all of it runs, errors are reported, and its figures are correct."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def run(*arguments):
 
 @pytest.mark.slow
 def test_the_whole_script_on_a_cpu(tmp_path):
-    """Every section ends, the JSON is as it should be, and the table fits 100 columns."""
+    """Every section ends, the JSON is valid, and the table fits 100 columns."""
     out = tmp_path / "suite.json"
     done = run("--tiny", "--seconds", "1500", "--out", str(out))
     made = json.loads(out.read_text())
@@ -65,7 +65,7 @@ def test_without_a_gpu_the_sizes_of_one_are_refused(tmp_path):
 
 
 def test_packages_that_are_not_needed_need_not_be_there():
-    """Readers of data, and of other people's files: a machine that is lent has what it has."""
+    """The suite runs without data readers and checkpoint readers, which a borrowed machine may lack."""
     code = """
 import importlib, pathlib, sys
 class Missing:
@@ -86,7 +86,7 @@ def context(tmp_path, seconds=600.0, section="correctness"):
 
 
 def plain(q, k, v, *segments, causal, window, scale, softcap, late=0):
-    """The reference in the kernel's place; `late` moves its mask."""
+    """Runs the reference in place of the kernel; `late` shifts its mask."""
     assert causal
     assert not segments
     places = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
@@ -95,7 +95,7 @@ def plain(q, k, v, *segments, causal, window, scale, softcap, late=0):
 
 
 def judged(tmp_path, attend, cell=CELL):
-    """Whether the section finds a kernel right by one cell."""
+    """Returns whether the section accepts a kernel, judged by one cell."""
     here = context(tmp_path)
     programs = {"cell": (cell, *correctness.flash_program(cell, attend))}
     correctness.judge(
@@ -210,7 +210,7 @@ def test_every_pair_of_the_grid_is_met(kind):
 
 @pytest.mark.parametrize(("group", "softcap", "window"), [(1, 0.0, 0), (3, 5.0, 7)])
 def test_the_yardstick_is_the_definition(group, softcap, window):
-    """float64's output and gradients are the reference's, differentiated by JAX."""
+    """The float64 output and gradients equal those of the reference, differentiated by JAX."""
     cell = CELL | {"group": group, "softcap": softcap, "window": window}
     run, arguments = correctness.flash_program(cell, plain)
     assert max(correctness.flash_errors(cell, run(*arguments)).values()) < 1e-5
@@ -224,14 +224,14 @@ def test_queries_that_see_nothing_are_zero_in_the_yardstick():
     assert not out[:, :2].any()
     assert not dq[:, :2].any()
     assert dk.shape == k.shape
-    assert dv.sum() == pytest.approx(3 * 2 * 4)  # weights of a query that sees something add up to 1
+    assert dv.sum() == pytest.approx(3 * 2 * 4)  # weights of a query that sees something sum to 1
 
 
 def test_attention_flops_are_two_products_of_seen_pairs():
     B, N, T, H = 2, 3, 1000, 16
     pairs = exact.seen(T, T, True, 0).sum()
     assert work.attention_flops(B, N, T, H, False) == pytest.approx(B * N * pairs * 2 * (H + H), rel=2e-3)
-    forward, backward = 2, 5  # products of a pair: q·k and w·v; q·k again, and those of dv, dw, dq, dk
+    forward, backward = 2, 5  # matmuls per pair: q·k and w·v; q·k again, and those of dv, dw, dq, dk
     ratio = work.attention_flops(B, N, T, H, True) / work.attention_flops(B, N, T, H, False)
     assert ratio == (forward + backward) / forward
     assert work.attention_flops(1, 16, 32768, 128, False) == 4398046511104
@@ -247,7 +247,7 @@ def test_cache_bytes_are_those_of_the_arrays(int8):
 
 def test_decode_bytes_are_weights_and_cache():
     model = ARCHITECTURES["llama3.2-1b"]
-    cache = 2 * 16 * 8 * 64 * 2 * 500  # keys and values, layers, heads, numbers, bytes, tokens
+    cache = 2 * 16 * 8 * 64 * 2 * 500  # keys and values, layers, heads, elements, bytes, tokens
     one = work.decode_bytes(model, 1, 500)
     assert one == pytest.approx(2 * 1_235_814_400 + cache, rel=1e-3)
     assert work.decode_bytes(model, 33, 500) - one == pytest.approx(32 * cache, rel=1e-2)
@@ -318,7 +318,7 @@ def test_a_failure_and_a_want_of_time_are_records(tmp_path):
     assert not here.attempt("breaks", 1, broken)
     assert not here.attempt("is long", 100, broken, required=True)
     with here.path.open("a") as out:
-        out.write('{"section": "corr')  # as a kill leaves it
+        out.write('{"section": "corr')  # as a killed process leaves it
     found = records.read(here.path)
     assert [record.name for record in found] == ["works", "breaks", "is long"]
     assert found[1].note == "failed: ValueError: cannot be traced"
@@ -353,7 +353,7 @@ def test_the_table_keeps_its_width():
 
 
 def test_the_parent_does_not_start_the_device():
-    """It would hold the memory that its sections need."""
+    """Starting the device would reserve the memory that the sections need."""
     code = "import sys; sys.path.insert(0, 'experiments'); import gpu_suite; assert 'jax' not in sys.modules"
     assert runs.fresh_python(code).returncode == 0
     assert os.path.exists(gpu_suite.RESULTS)

@@ -1,4 +1,4 @@
-"""The closed forms against what XLA said of the grid's cells, as it is kept; `aot/test_grid_again.py` asks again."""
+"""The closed forms against XLA's stored figures of the grid's cells; `aot/test_grid_again.py` recompiles some."""
 
 import json
 
@@ -17,7 +17,7 @@ RESULTS = runs.ROOT / "experiments" / "results"
 
 @pytest.mark.parametrize("target", grid.TARGETS)
 def test_the_formulas_hold(target):
-    """DESIGN's accuracy: state 0 bytes off, median ≤ 2 %, 95th percentile ≤ 6 %, not one false fit."""
+    """DESIGN's accuracy holds: state 0 bytes off, median ≤ 2 %, 95th percentile ≤ 6 %, not one false fit."""
     kept = json.loads((RESULTS / f"ledger_vs_xla_{target}.json").read_text())["jax"]
     if target == "cpu" and jax.__version__ != kept:
         pytest.skip(f"a CPU's forms depend on JAX's version, and the cells are of {kept}")
@@ -32,7 +32,7 @@ def test_the_formulas_hold(target):
 
 @pytest.mark.parametrize(("target", "least"), [("h100", 20), ("v5e", 6)])
 def test_they_hold_where_kernels_compute_attention(target, least):
-    """Of these cells alone: median ≤ 2 %, 95th percentile ≤ 10 %."""
+    """Cells with attention in kernels alone reach median ≤ 2 %, 95th percentile ≤ 10 %."""
     made = [result for result in grid_report.results(RESULTS, target) if "kernel" in result.cell.name]
     gaps = sorted(abs(result.gap) for result in made if result.gap is not None)
     assert len(gaps) >= least
@@ -45,7 +45,7 @@ def test_they_hold_where_kernels_compute_attention(target, least):
 
 
 def test_without_its_own_rules_the_formula_is_off():
-    """The cells would tell: billed as plain attention, they are far above what XLA needs."""
+    """The cells detect missing rules: billed as plain attention, they are far above what XLA needs."""
     made = [result for result in grid_report.results(RESULTS, "h100") if "kernel" in result.cell.name]
     over = []
     for result in made:

@@ -1,4 +1,4 @@
-"""The peers' formulas against the figures that they publish, or print for their documented examples."""
+"""The peers' formulas against figures that they publish or print for their documented examples."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxllm.config import Config
 from jaxllm.ledger.rows import Unknown
 
 GPT = dataclasses.replace(models.ROTARY, mlp="gelu", norm="layernorm", context_length=4096)
-# What the calculators' examples call 6.9B, 20B and Llama 7B, with their default vocabulary.
+# The models that the calculators' examples call 6.9B, 20B and Llama 7B, with their default vocabulary.
 PYTHIA = dataclasses.replace(
     GPT, vocab_size=51200, layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, mlp_width=16384
 )
@@ -20,7 +20,7 @@ LLAMA = dataclasses.replace(PYTHIA, mlp_width=14336)
 
 
 def run(length=2048, batch=1, **fields) -> Config:
-    """One sequence, AdamW, everything kept; `fields` are `section_field=value`."""
+    """Returns a run of one sequence, AdamW and no recomputation; `fields` are `section_field=value`."""
     config = Config()
     config.data.sequence_length, config.train.batch_size, config.optimizer.name = length, batch, "adamw"
     for name, value in fields.items():
@@ -56,7 +56,7 @@ def test_accelerate():
     assert peers.accelerate(gpt2, run(), "fp32") == 16 * 124_439_808
     assert peers.accelerate(gpt2, run(), "bf16") == 8 * 124_439_808
     assert peers.accelerate(gpt2, run(batch=4, mesh_data=4), "fp32") == 16 * 124_439_808
-    # Its base model has no head (huggingface/accelerate#3379).
+    # It counts a base model without a head (huggingface/accelerate#3379).
     assert peers.accelerate(llama, run(), "bf16") == 8 * (70_553_706_496 - 128_256 * 8192)
 
 
@@ -83,8 +83,9 @@ def test_deepspeed():
 
 
 def test_megatrons_parameters_and_state_as_it_prints_them():
-    """GPT-2 XL on one GPU; Llama 3.1 8B on eight with the distributed optimizer, as NVIDIA publishes its log: of an
-    earlier version, which took every norm for a LayerNorm.
+    """Megatron's printed figures: GPT-2 XL on one GPU; Llama 3.1 8B on eight with the distributed optimizer.
+
+    The latter is from the log that NVIDIA publishes, of an earlier version that took every norm for a LayerNorm.
     """
     assert mib(peers.megatron_parameters(ARCHITECTURES["gpt2-xl"]) * 18) == pytest.approx(26699.47, abs=0.01)
     llama = peers.megatron_parameters(dataclasses.replace(ARCHITECTURES["llama3.1-8b"], norm="layernorm"))
@@ -93,7 +94,7 @@ def test_megatrons_parameters_and_state_as_it_prints_them():
 
 
 def test_megatron_as_it_prints_a_70b_gpt():
-    """A published log: 80 layers of width 8192, four tensor ranks, 8,192 tokens a micro-batch."""
+    """Published log of a 70B GPT: 80 layers of width 8192, four tensor ranks, 8,192 tokens per micro-batch."""
     sizes = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 64, "head_dim": 128, "mlp_width": 4 * 8192}
     model = dataclasses.replace(GPT, vocab_size=32000, **sizes)
     tables = 32256 * 8192
@@ -111,12 +112,12 @@ def test_megatron():
     kept = 2 * 34 * tokens * 8 + tokens * (8 + 8) + 2 * tokens * (128 + 8)
     alone = peers.megatron(model, run(16, 3), "bf16")
     assert alone == pytest.approx(18 * parameters + 1.05 * kept, abs=1)
-    # Full recomputation does not change what it says.
+    # Full recomputation does not change its figure.
     assert peers.megatron(model, run(16, 3, remat_policy="full"), "bf16") == alone
     shared = peers.megatron(model, run(16, 12, mesh_data=4, mesh_zero=1), "bf16")
     assert shared == pytest.approx(9 * parameters + 1.05 * kept, abs=1)
     assert peers.megatron(model, run(16, 24, mesh_data=4, mesh_zero=1, train_accumulate=2), "bf16") == shared
-    # With sequence parallelism and the scores made again, everything is shared by the tensor ranks.
+    # With sequence parallelism and recomputed scores, everything is sharded over the tensor ranks.
     selective = peers.megatron(model, run(16, 3, mesh_tensor=2, train_attention_chunk=4), "bf16")
     kept = 2 * tokens * (18 * 8 + 4 * 32) + tokens * (8 + 8) + 4 * tokens * (256 + 8)
     parameters += 128 * 8
@@ -124,10 +125,10 @@ def test_megatron():
 
 
 def test_the_cookbooks_documented_examples():
-    """What calc_transformer_mem.py prints for them: GiB on each GPU."""
+    """Matches what calc_transformer_mem.py prints for its examples: GiB per GPU."""
     state = peers.cookbook_state(peers.cookbook_parameters(PYTHIA, 2048), 2, 128, 2, 1, "adamw")
     assert gib(state) == pytest.approx(6.40 + 25.60 + 0.60 + 0.93, abs=0.02)
-    assert gib(peers.cookbook_activations(PYTHIA, 8, 2048, recompute=True)) == 2 * 34.00  # there over two tensor ranks
+    assert gib(peers.cookbook_activations(PYTHIA, 8, 2048, recompute=True)) == 2 * 34.00  # there on two tensor ranks
     assert gib(peers.cookbook(NEOX, run(remat_policy="full", mesh_zero=1), "fp16")) == 362.45
     assert gib(peers.cookbook(LLAMA, run(4096, mesh_zero=1), "bf16")) == 203.33
     llama3 = dataclasses.replace(LLAMA, vocab_size=128256, mlp="swiglu", kv_heads=8)

@@ -1,4 +1,4 @@
-"""The tables of devices, what compilers are told of them, and what is made of the machine at hand."""
+"""The tables of devices, what compilers receive of them, and the detection of this machine."""
 
 import re
 
@@ -43,7 +43,7 @@ KINDS = {
     "TPU7x": "v7x",
     "TPU v7x": "v7x",
 }
-# Near to one of the table's by name, and another device.
+# Different devices whose names are close to one in the table.
 STRANGERS = (
     "NVIDIA GH200 480GB",
     "NVIDIA GH200 120GB",
@@ -82,7 +82,7 @@ def test_a_device_that_is_not_in_the_table_is_not_guessed(kind):
 
 
 def test_every_device_is_told_by_its_own_description():
-    """A target's description is the driver's name of that very device."""
+    """A target's description is the driver's name of the same device."""
     assert set(KINDS.values()) == set(DEVICES)
     for name in GPUS:
         assert published(named(name).compile_target.description) is named(name)
@@ -99,7 +99,7 @@ def test_names():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_s_figures_agree_with_each_other(name):
-    """The float32 peak is lanes × multiprocessors × clock × 2, but for clocks that differ a little by document."""
+    """The float32 peak is lanes × multiprocessors × clock × 2, up to clocks that differ slightly between documents."""
     device = named(name)
     target = device.compile_target
     peak = 2 * target.multiprocessors * target.capability.lanes * target.clock_ghz * 1e9
@@ -109,7 +109,7 @@ def test_a_gpu_s_figures_agree_with_each_other(name):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_figures_are_those_of_an_accelerator(name):
-    """A unit mistaken, a direction counted twice or sparsity counted in would show."""
+    """Ranges that detect a wrong unit, a direction counted twice, or sparsity included."""
     device = named(name)
     peaks = device.peak_flops
     assert 10 * GIB < device.memory_bytes < device.total_bytes < 200 * GIB
@@ -127,7 +127,7 @@ def test_figures_are_those_of_an_accelerator(name):
 
 
 def test_what_data_sheets_promise_is_not_far_from_what_drivers_tell():
-    """GB of a data sheet are between decimal and binary ones, and error correction takes a sixteenth of some."""
+    """A data sheet's GB lie between decimal and binary GB, and error correction takes a sixteenth on some devices."""
     promised = {
         "v100-16gb": 16,
         "v100-32gb": 32,
@@ -151,7 +151,7 @@ def test_what_data_sheets_promise_is_not_far_from_what_drivers_tell():
 
 
 def test_the_driver_keeps_less_for_programs_than_the_card_has():
-    """L4 and L40S: what a data sheet calls 24 GB is less than 24 decimal ones."""
+    """The driver's total on L4 (24 GB by data sheet) and L40S (48 GB) is less than as many decimal GB."""
     assert named("l4").total_bytes < 24 * GB
     assert named("l40s").total_bytes < 48 * GB
 
@@ -171,7 +171,7 @@ def test_the_share_of_a_gpu_is_the_environment_s_where_it_says_so(monkeypatch):
     devices.claim_memory()
     assert devices.os.environ["XLA_CLIENT_MEM_FRACTION"] == str(devices.FRACTION)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
-    # Both together are an error of JAX's.
+    # JAX rejects both together.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     devices.claim_memory()
     assert "XLA_CLIENT_MEM_FRACTION" not in devices.os.environ
@@ -207,7 +207,7 @@ def test_an_attached_gpu_has_what_its_backend_lets_it_have(monkeypatch):
 
 
 def test_what_other_processes_hold_is_not_there(monkeypatch):
-    """The pool that the allocator got is smaller than its limit; one that grows as it is needed says nothing."""
+    """A preallocated pool smaller than the limit shows other processes' use; a pool that grows shows nothing."""
     statistics = {"bytes_limit": 80 * GIB, "pool_bytes": 30 * GIB}
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     crowded = attached("gpu", "NVIDIA H100 80GB HBM3", statistics)

@@ -1,8 +1,8 @@
-"""A process of its own that opens a model, loads it and tells its memory: what `test_loading_memory` runs.
+"""Loads a model in a separate process and prints its memory use; `test_loading_memory` runs it.
 
-python memory_child.py MODEL DTYPE WAY [FAULT]: WAY is "load", "sharded" (8 devices, zero 3) or "lora". It
-prints one JSON object: bytes of the result and of its largest array, numbers of the largest tensor, and by how
-much the process's own memory (Linux's RssAnon: pages of mapped files are not in it) grew at most.
+python memory_child.py MODEL DTYPE WAY [FAULT]: WAY is "load", "sharded" (8 devices, ZeRO stage 3) or "lora". It prints
+one JSON object: bytes of the result and of its largest array, number of elements of the largest tensor, and the peak
+growth of the process's anonymous memory in bytes (Linux's RssAnon, which excludes pages of mapped files).
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def own_memory() -> int:
 
 
 class Peak:
-    """The most that the process holds while it is entered, over what it held before, sampled each millisecond."""
+    """Context manager that measures the peak growth of the process's memory in bytes, sampled every millisecond."""
 
     def __enter__(self):
         self._before, self.bytes, self._done = own_memory(), 0, threading.Event()
@@ -96,11 +96,11 @@ def main(model: str, dtype: str, way: str, fault: str = "") -> None:
             return programs.state_from(made, step_spec, over, opened.load)
 
     if way == "lora":
-        # Once before, for what the compiler takes: it keeps it.
+        # Warm up first: the compiler keeps the memory that it allocates.
         jax.block_until_ready(work())
         gc.collect()
     jax.block_until_ready(jax.device_put(np.zeros(64, np.float32), jax.devices()[-1]))
-    # Freed pages of the heap go back to the system first: allocations that reuse them would not be seen.
+    # Return freed heap pages to the system first: allocations that reuse them would not be counted.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with Peak() as peak:

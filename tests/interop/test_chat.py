@@ -1,4 +1,4 @@
-"""Chat templates: what they may ask for, what they may not, and exactly one begin token."""
+"""Chat templates: allowed and refused features, and exactly one begin token."""
 
 import dataclasses
 import json
@@ -106,8 +106,8 @@ def test_there_is_one_begin_token_whoever_writes_it(template, tokenizer):
     assert ids.count(tokenizer.bos_id) == 1
     assert ids == ChatTokenizer(tokenizer).encode(say(CHATML)).tolist()
     room = dataclasses.replace(small.ROTARY, context_length=1024, vocab_size=512)
-    assert generator.encode(say(template), chat, room).tolist() == ids  # the generator puts no other in front
-    # The fault: a template's begin token, and the tokenizer's before it.
+    assert generator.encode(say(template), chat, room).tolist() == ids  # the generator adds no second begin token
+    # Planted fault: a begin token from the template and another from the tokenizer.
     naive = [tokenizer.bos_id, *tokenizer.encode(say("{{ bos_token }}" + CHATML), special=True).tolist()]
     assert naive.count(tokenizer.bos_id) == 2
 

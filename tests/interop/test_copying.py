@@ -1,4 +1,4 @@
-"""Copies tile by tile are the copies that NumPy makes, to the bit."""
+"""Tile-by-tile copies equal NumPy's copies to the bit."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def test_any_order_of_axes_any_dtype(shape, source, target):
 
 
 def test_what_a_folder_holds_as_a_model_wants_it():
-    """Heads apart, parts of them, and places in a larger array."""
+    """Copies separate heads, parts of heads, and into slices of a larger array."""
     N, H, D = 6, 48, 1030
     x = numbers((N * H, D), ml_dtypes.bfloat16)
     queries = np.moveaxis(x.reshape(N, H, D), -1, 0)
@@ -48,7 +48,7 @@ def test_what_a_folder_holds_as_a_model_wants_it():
     copying.copy(queries[100:900, 2:4], out[100:900, 2:4])
     assert np.array_equal(bits(out[100:900, 2:4]), bits(queries[100:900, 2:4]))
     out[100:900, 2:4] = before[100:900, 2:4]
-    assert np.array_equal(bits(out), bits(before))  # nothing beside it is touched
+    assert np.array_equal(bits(out), bits(before))  # elements outside the slice are unchanged
 
 
 def test_bits_of_nans_travel_where_the_dtype_stays():

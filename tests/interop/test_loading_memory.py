@@ -1,4 +1,4 @@
-"""Loading from disk: the process holds the final size and one tensor; on a mesh one array, of which that is a part."""
+"""Peak memory of loading: the final size plus one tensor; on a mesh, plus one array."""
 
 import dataclasses
 import json
@@ -25,8 +25,8 @@ MODEL = dataclasses.replace(
     head_dim=64,
     tied_embeddings=False,
 )
-SLACK = 5 << 20  # what Python keeps
-# glibc gives back at once what is freed, whatever has been freed before.
+SLACK = 5 << 20  # memory that Python keeps
+# Makes glibc return freed memory at once, regardless of earlier frees.
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """64 MB of bfloat16 in shards of 8, and the same as Q8_0."""
+    """Writes 64 MB of bfloat16 in safetensors shards of 8 MB, and the same model in Q8_0."""
     folder = tmp_path_factory.mktemp("memory")
     tree = folders.random_tree(MODEL)
     folders.write(folder / "sharded", MODEL, tree, "llama", 8 << 20)
@@ -45,7 +45,7 @@ def source(tmp_path_factory):
 
 
 def told(model, *arguments, devices=1):
-    """What the process says, in bytes."""
+    """Runs memory_child.py and returns the numbers it prints, in bytes."""
     flags = runs.environment()["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, CHILD, model, *arguments],
@@ -72,7 +72,7 @@ def test_tensors_that_are_kept_would_show(source):
 
 @pytest.mark.parametrize(("dtype", "way"), [("bfloat16", "sharded"), ("bf16", "lora")])
 def test_on_a_mesh_one_array_is_beside_it(source, dtype, way):
-    """ZeRO 3 over eight devices, and the start of a run with adapters there: its frozen weights are there once."""
+    """Loads with ZeRO 3 on eight devices, and starts a LoRA run there: frozen weights are stored once."""
     found = told(source / "sharded", dtype, way, devices=8)
     assert found["peak"] >= 0.95 * found["final"], "it is seen at all"
     assert found["peak"] <= found["final"] + found["array"] + 2 * SLACK, found

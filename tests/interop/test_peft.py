@@ -1,4 +1,4 @@
-"""PEFT's folders of adapters: what is written is what was trained, in the places of the model's own folder."""
+"""PEFT adapter folders: exported adapters equal the trained ones and match the tensors of the base model's folder."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from jaxllm.model import adapter_specs, adapters, specs
 EVERY = ("q", "k", "v", "out", "gate", "up", "down")
 TARGETS = {
     "llama": EVERY,
-    "gemma2": EVERY,  # layers after the last whole pattern
+    "gemma2": EVERY,  # layers remain after the last whole pattern
     "mixtral": ("q", "k", "v", "out"),
     "gpt2": ("out", "up", "down"),
     "phi3": ("out", "down"),
@@ -32,7 +32,7 @@ def random(tree):
 
 @pytest.fixture(params=TARGETS, scope="module")
 def made(request, tmp_path_factory):
-    """(family, model, LoraConfig, adapters, folder of the model, folder of the adapters)."""
+    """Returns (family, model, LoraConfig, adapters, folder that contains model/ and adapter/)."""
     family = request.param
     model, lora = folders.FAMILIES[family], LoraConfig(rank=3, alpha=5.0, targets=TARGETS[family])
     folder = tmp_path_factory.mktemp(family)
@@ -44,7 +44,7 @@ def made(request, tmp_path_factory):
 
 
 def test_b_times_a_is_the_change_of_the_models_own_tensors(made):
-    """Of every tensor of the model's folder, by its own rules; so shapes, names and places are right."""
+    """For every tensor of the base folder, scale · B·A equals merged minus base: shapes, names and layers are right."""
     family, model, lora, pairs, folder = made
     base = huggingface.open_folder(folder / "model").load(np.float32)
     merged = adapters.merged(model, base, pairs, adapters.scale_of(lora), jnp.float32)
@@ -64,7 +64,7 @@ def test_b_times_a_is_the_change_of_the_models_own_tensors(made):
             assert any(f".{at}".endswith(f".{word}") for word in told["target_modules"])
             assert np.abs(change).max() > 0.1
         np.testing.assert_allclose(after[name], before[name] + change, atol=1e-4, err_msg=name)
-        # PEFT takes every module whose name ends so; none may have been left out.
+        # PEFT adapts every module with a matching name suffix, so each must have an adapter.
         if any(f".{at}".endswith(f".{word}") for word in told["target_modules"]):
             assert np.abs(change).max() > 0
     assert not left

@@ -1,4 +1,4 @@
-"""Rules: both ways to the bit, in shares, with little memory, and with an account of every name."""
+"""Tensor mappings: bitwise round trips, sharded loading, bounded memory, and a check of every name."""
 
 import dataclasses
 import tracemalloc
@@ -36,7 +36,7 @@ def test_tree_to_tensors_to_tree(family, dtype):
     back = rules.load(model, table, tensors.__getitem__, dtype)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert jax.tree.all(jax.tree.map(same_bits, back, tree))
-    # The bits of a NaN travel too; and one bit that is changed is seen.
+    # The bits of a NaN are preserved too, and one changed bit is detected.
     name = next(iter(tensors))
     tensors[name] = tensors[name].copy()
     tensors[name].flat[0] = np.nan
@@ -45,7 +45,7 @@ def test_tree_to_tensors_to_tree(family, dtype):
 
 
 def test_arrays_are_padded_to_the_shapes_asked_for():
-    """As a mesh stores a vocabulary that does not divide: zeros beyond the model's own rows."""
+    """Arrays are padded with zeros beyond the model's rows, as a mesh stores a vocabulary that it does not divide."""
     model = dataclasses.replace(folders.FAMILIES["qwen3"], vocab_size=61)
     tree, table = folders.random_tree(model), folder_rules.make(model, "qwen3")
     tensors = folders.tensors(model, tree, "qwen3")
@@ -70,7 +70,7 @@ def test_another_dtype_is_cast_once():
 
 
 class Counted:
-    """NumPy, and the shapes of what it is asked to make."""
+    """NumPy wrapper that records the shapes of the arrays it creates."""
 
     def __init__(self):
         self.made = set()
@@ -86,7 +86,7 @@ class Counted:
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "qwen3_moe", "smollm3"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_each_device_gets_its_share(family, zero, monkeypatch):
-    """On 8 devices: the same numbers, and no array is made on the host that is larger than a device's share."""
+    """With 8 devices, values are equal and no host array is larger than one device's shard."""
     model = dataclasses.replace(folders.FAMILIES[family], heads=4, kv_heads=2 if family != "gpt2" else 4, head_dim=8)
     tree, table = folders.random_tree(model), folder_rules.make(model, family)
     tensors = folders.tensors(model, tree, family)
@@ -110,13 +110,13 @@ def test_each_device_gets_its_share(family, zero, monkeypatch):
 
 
 def test_memory_is_the_tree_and_one_array():
-    """Of what NumPy allocates; the tensors are there before, as a file's pages are."""
+    """NumPy allocates at most the tree and one array; the source tensors exist before, as a file's pages do."""
     model = dataclasses.replace(models.ROTARY, width=128, mlp_width=512, layers=8, vocab_size=512)
     tree, table = folders.random_tree(model), folder_rules.make(model, "llama")
     tensors = folders.tensors(model, tree, "llama")
     final = sum(x.nbytes for x in jax.tree.leaves(tree))
     largest = max(x.nbytes for x in jax.tree.leaves(tree))
-    rules.load(model, table, tensors.__getitem__, ml_dtypes.bfloat16)  # what JAX keeps for itself
+    rules.load(model, table, tensors.__getitem__, ml_dtypes.bfloat16)  # warm up: excludes memory that JAX keeps
     tracemalloc.start()
     found = rules.load(model, table, tensors.__getitem__, ml_dtypes.bfloat16)
     peak = tracemalloc.get_traced_memory()[1]
@@ -161,7 +161,7 @@ def test_a_rule_forgotten_is_a_fault_that_shows():
 
 
 def test_shares_that_are_wrong_would_show():
-    """The comparison of sharded and plain trees sees rows that are swapped."""
+    """The comparison of sharded and plain trees detects swapped rows."""
     model = folders.FAMILIES["qwen3"]
     tree = folders.random_tree(model)
     placed = jax.device_put(

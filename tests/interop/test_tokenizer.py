@@ -1,4 +1,4 @@
-"""Tokenizers: the table against the library's own decoding, and streaming against decoding at once."""
+"""Tokenizers: the byte table compared with the library's decoding, and streaming compared with decoding at once."""
 
 import json
 
@@ -17,7 +17,7 @@ CORPUS = [*TEXTS, "def f(x):\n    return x\n" * 4, "the cat sat on the mat and t
 
 
 def byte_level(path, **added):
-    """A trained byte-level BPE with a special end token and a plain added one, as GPT-2 derivatives have."""
+    """Trains a byte-level BPE with a special end token and an ordinary added token, as in GPT-2 derivatives."""
     built = tokenizers.Tokenizer(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level(path, **added):
 
 
 def sentencepiece(path, metaspace=False):
-    """Llama-2-like: ▁ for spaces, a space put in front, bytes for what is not in the vocabulary, <s> in front."""
+    """Llama-2-like tokenizer: ▁ for spaces, a leading space, byte fallback for unknown characters, and <s> first."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), "▁", "a", "b", "c", "日", "▁a"]
     built = tokenizers.Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True)
@@ -143,18 +143,18 @@ def test_byte_level_lengths_special_names_and_ends(tmp_path):
     tokenizer = FileTokenizer(byte_level(tmp_path / "tokenizer.json"))
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     lengths = tokenizer.byte_lengths()
-    assert lengths[vocabulary["Ġ"]] == 1  # a space, two bytes as it is written
+    assert lengths[vocabulary["Ġ"]] == 1  # a space, which is written with two bytes
     assert lengths[vocabulary["Ġthe"]] == 4
     end = len(vocabulary)
     assert tokenizer.end_ids == (end,)
     assert tokenizer.bos_id is None
     assert lengths[end] == 0
-    assert lengths[end + 1] == 6  # the added token stands for its own text
+    assert lengths[end + 1] == 6  # an added token stands for its literal text
     assert tokenizer.vocab_size == end + 2
     assert end not in tokenizer.encode("a<|endoftext|>")
     assert tokenizer.decode(tokenizer.encode("a<|endoftext|>")) == "a<|endoftext|>"
     assert tokenizer.encode("a<|endoftext|>", special=True)[-1] == end
-    assert len(tokenizer.encode("the cat sat on the mat " * 9)) > 3  # the file's truncation is off
+    assert len(tokenizer.encode("the cat sat on the mat " * 9)) > 3  # the file's truncation is disabled
 
 
 def test_sentencepiece_lengths_and_ends(tmp_path):
@@ -164,14 +164,14 @@ def test_sentencepiece_lengths_and_ends(tmp_path):
     assert set(lengths[3:259].tolist()) == {1}
     assert lengths[259:].tolist() == [1, 1, 1, 1, 3, 2]
     assert (tokenizer.bos_id, tokenizer.end_ids, tokenizer.drops_leading_space) == (1, (2,), True)
-    # One bad byte does not take the good character beside it along.
+    # An invalid byte does not affect the valid character next to it.
     assert tokenizer.decode([3 + 0xE6, 3 + 0x97, 3 + 0xA5, 3 + 0xFF]) == "日\ufffd"
 
 
 def test_the_settings_beside_a_file_name_its_end(tmp_path):
     byte_level(tmp_path / "tokenizer.json", special_tokens=["<stop>"])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
-    tokenizer = load(str(tmp_path))  # a folder will do
+    tokenizer = load(str(tmp_path))  # a folder is accepted too
     assert tokenizer.end_ids[0] == 0
     assert len(tokenizer.end_ids) == 2
 

@@ -1,4 +1,4 @@
-"""Jobs of several processes on this machine: the same training, one writer, one end."""
+"""Multi-process jobs on this machine: identical training, one writer, a common end."""
 
 import re
 import shutil
@@ -40,7 +40,7 @@ def free_port():
 
 
 class JobOnThisMachine:
-    """`processes` commands, with the 8 devices shared out among them."""
+    """Runs `processes` commands that divide the 8 devices among them."""
 
     def __init__(self, folder, processes, *arguments, workdir="run"):
         self.workdir = folder / workdir
@@ -55,7 +55,7 @@ class JobOnThisMachine:
         self.processes = [runs.started([*command, f"--process={i}"], **environment) for i in range(processes)]
 
     def finish(self, seconds=200):
-        """[(status, standard output, standard error)] of each process."""
+        """Returns [(status, standard output, standard error)], one per process."""
         try:
             told = [process.communicate(timeout=seconds) for process in self.processes]
         finally:
@@ -85,7 +85,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(corpus, tmp_path_factory):
-    """An uninterrupted run of two processes with four devices each."""
+    """Runs two processes with four devices each, without interruption."""
     folder = tmp_path_factory.mktemp("two")
     write_config(folder, corpus)
     job = JobOnThisMachine(folder, 2)
@@ -150,7 +150,7 @@ def test_a_killed_process_ends_the_job_and_the_restart_is_exact(two, tmp_path, v
     assert re.search(r"the last good checkpoint is \S+/000000\d0; run the same command again", lines[0])
     assert "Traceback" not in errors
     if victim == 0:
-        return  # one restart shows as much as two
+        return  # one restart is sufficient
     told = JobOnThisMachine(tmp_path, 2).finish()
     assert [status for status, *_ in told] == [0, 0], told
     assert "resuming" in told[0][1]
@@ -202,7 +202,7 @@ print("went on")
 
 @pytest.mark.parametrize("aborts", [0, 3])
 def test_a_failed_collective_where_process_0_is_gone(aborts):
-    """Whichever thread is told first: the collective's, the watching one, or the library's that aborts."""
+    """One message, whichever thread detects it first: the collective's, the watching one, or the aborting library's."""
     script = WITHOUT_SERVICE.format(index=1, aborts=aborts, error="RuntimeError('Gloo AllGather failed')")
     ran = subprocess.run([sys.executable, "-c", script], env=runs.environment(), capture_output=True, text=True)
     assert ran.returncode == 1
@@ -221,7 +221,7 @@ def test_other_errors_without_the_service_are_not_blamed_on_process_0(index, err
 
 
 class Service:
-    """The keys of a coordination service, in memory."""
+    """In-memory key-value store of a coordination service."""
 
     def __init__(self):
         self.keys, self.lock = {}, threading.Lock()
@@ -236,7 +236,7 @@ class Service:
 
 
 def stop_steps(count, signalled):
-    """The step after which each of `count` processes stops, all at other speeds, where one gets a signal."""
+    """Returns the last step of each of `count` processes, at different speeds, after a signal to one of them."""
     service, ends, reached = Service(), {}, {}
 
     def run(index):
@@ -259,7 +259,7 @@ def stop_steps(count, signalled):
             if stop.after(step):
                 ends[index] = step
                 break
-        time.sleep(0.1)  # process 0 goes last
+        time.sleep(0.1)  # process 0 ends last
         done.set()
         watching.join()
 
@@ -275,7 +275,7 @@ def stop_steps(count, signalled):
 
 @pytest.mark.parametrize("signalled", [0, 2, 3])
 def test_a_signal_to_one_process_stops_all_after_the_same_step(monkeypatch, signalled):
-    # Signal handlers live in main threads; these processes are threads.
+    # Only main threads can have signal handlers; these processes are threads.
     monkeypatch.setattr(Stop, "_receive_for_test", lambda self, n: setattr(self, "_received", n), raising=False)
     ends, reached = stop_steps(4, signalled)
     assert set(ends) == {0, 1, 2, 3}
@@ -289,7 +289,7 @@ def test_streams_of_processes():
     assert batch_rows.streams_of_processes(halves, 8, 8) == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
     with pytest.raises(UserError, match=r"config.data.streams \(1\).*2 shares.*2 processes.*--config.data.streams=2"):
         batch_rows.streams_of_processes(halves, 8, 1)
-    # Two processes that only `tensor` tells apart read the same rows, and one of them saves the place.
+    # Two processes that differ only along `tensor` read the same rows, and one of them saves the position.
     both = {0: frozenset(range(8)), 1: frozenset(range(8))}
     found = batch_rows.streams_of_processes(both, 8, 1)
     assert found == {0: [0], 1: [0]}

@@ -1,4 +1,4 @@
-"""Decode attention: each platform's kernel, interpreted, against float64 and token by token."""
+"""Decode attention: the interpreted kernel of each platform, compared with float64 and token by token."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def reach(self):
-        """The window: a layer's ring is as long as its window."""
+        """Effective window: the length of the ring if the layer has one, else the window."""
         return self.S if self.ring else self.window
 
     @property
@@ -53,14 +53,14 @@ class Case:
 
     @property
     def lengths(self):
-        """None, all, and between; in a ring the newest token in the first slot, in the last, and elsewhere."""
+        """Lengths: empty, full and between; in a ring the newest token is in the first slot, the last, or another."""
         S = self.S
         if self.ring:
             return [0, S + 1, 2 * S, S // 2]
         return [0, S, max(S // 2, 1)]
 
 
-# Every value of a column meets every value of every other one, of head_dim and slots not all: see the test of it.
+# Every pair of values of two columns occurs, except some of head_dim and slots: see `test_every_pair_is_covered`.
 CASES = [
     Case(16, 1, 1, 1, ring=True, softcap=5.0),
     Case(16, 4, 127, 3, window=24, int8=True, dtype="bfloat16"),
@@ -89,7 +89,7 @@ NAMES = [f"{c.S}-{c.T}x{c.group}-{c.H}-{c.dtype}" for c in CASES]
 
 @functools.cache
 def arrays(case):
-    """(q, k, v, scales): numbers of the size that layers have, every slot filled."""
+    """Returns (q, k, v, scales): values at the scale of real layers, with every slot filled."""
     keys = jax.random.split(jax.random.key(case.S + case.H), 3)
     B = len(case.lengths)
     q = jax.random.normal(keys[0], (B, case.T, case.K * case.group, case.H), case.dtype)
@@ -120,7 +120,7 @@ def kernel(case, platform, lengths=None):
 
 
 def float64(case):
-    """By position: the cache's tokens are looked up where the definition says they lie."""
+    """Computes attention in float64 by position, with each token in the slot that the definition gives."""
     q, k, v, scales = arrays(case)
     q, k, v = (np.asarray(x, np.float64) for x in (q, k[-1], v[-1]))
     if scales:
@@ -155,7 +155,7 @@ def test_the_reference_against_float64():
 
 
 def uncovered(cases):
-    """Pairs of values of two columns that are in no case."""
+    """Returns the pairs of values of two columns that occur in no case."""
     rows = [(c.H, c.S, c.group, c.T, (c.ring, c.window > 0), c.softcap, c.int8, c.dtype) for c in cases]
     values = [sorted({row[i] for row in rows}, key=str) for i in range(len(rows[0]))]
     missing = []
@@ -167,7 +167,7 @@ def uncovered(cases):
 
 
 def test_every_pair_is_covered():
-    pairwise = [case for case in CASES if case.T < 8]  # 8 tokens of 8 heads, one case, is beside the grid
+    pairwise = [case for case in CASES if case.T < 8]  # the one case of 8 tokens and 8 heads is outside the grid
     assert len({case.H for case in pairwise}) == 6
     assert not uncovered(pairwise)
     assert uncovered(pairwise[1:])
@@ -196,7 +196,7 @@ def test_float16_on_a_gpu():
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_what_no_window_reaches_is_not_read(platform, monkeypatch):
-    """Slots a block away are filled with what would spoil every sum."""
+    """Slots that are a block away contain values that would corrupt any sum that reads them."""
     monkeypatch.setattr(decode_lib.decode_tpu, "block_length", lambda *_: 128)
     compiled.cache_clear()
     case = Case(S=512, window=24)
@@ -302,9 +302,9 @@ def test_writing_tokens_on_a_tpu(S, H, T, int8):
         stacks, tokens = map(as_int8, (stacks, tokens))
     starts = np.array([0, S - 1, 0, S // 2])
     slots = (starts[:, None] + np.arange(T)) % S
-    slots[:, : max(T - S, 0)] = S  # of those that share a slot the last alone
+    slots[:, : max(T - S, 0)] = S  # of tokens with the same slot, only the last one is written
     slots[2] = S  # a row that writes nothing
-    slots[3, : T // 3] = S  # and one that is padded
+    slots[3, : T // 3] = S  # a padded row
     write = jax.jit(functools.partial(decode_write_tpu.write_tokens, interpret=True))
     got = write(stacks, tokens, jnp.int32(LAYER), jnp.array(slots))
     assert got.keys() == stacks.keys()

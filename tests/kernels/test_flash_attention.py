@@ -1,4 +1,4 @@
-"""The flash attention kernels in interpret mode, against attention in float64 by its definition."""
+"""Flash attention kernels in interpret mode, compared with float64 attention computed by its definition."""
 
 import itertools
 
@@ -20,8 +20,8 @@ from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 KEY_HEADS = 2
 
-# platform, (queries, keys), head_dim, heads of a group, window, softcap, segments, causal. On each platform every pair
-# of values, but not those of lengths with head_dim.
+# platform, (queries, keys), head_dim, heads per group, window, softcap, segments, causal. Every pair of values is met
+# on each platform, except some of lengths with head_dim.
 CELLS = [
     ("gpu", (1, 127), 64, 2, 0, 0.0, True, False),
     ("gpu", (1, 127), 64, 4, 64, 20.0, True, False),
@@ -76,7 +76,7 @@ BOTH = pytest.mark.parametrize("platform", ["gpu", "tpu"])
 
 
 def seen(T, S, causal, window, q_segments, k_segments):
-    """[B, T, S] by the words of the contract: a query stands at t + S - T."""
+    """Returns the mask [B, T, S] by the kernel's contract: query t is at position t + S - T."""
     place, key = np.arange(T)[:, None] + S - T, np.arange(S)[None, :]
     mask = np.ones((T, S), bool)
     if causal:
@@ -87,10 +87,10 @@ def seen(T, S, causal, window, q_segments, k_segments):
 
 
 def exact(q, k, v, change, mask, scale, softcap):
-    """Output and gradients of sum(output * change), in float64."""
+    """Returns the output and gradients of sum(output * change), in float64."""
     q, k, v, change = (np.asarray(x, np.float64) for x in (q, k, v, change))
     group = q.shape[2] // k.shape[1]
-    wide_k, wide_v = (x.repeat(group, 1) for x in (k, v))  # a key head for each query head: [B, N, S, H]
+    wide_k, wide_v = (x.repeat(group, 1) for x in (k, v))  # one key head per query head: [B, N, S, H]
     raw = np.einsum("btnh,bnsh->bnts", q, wide_k) * scale
     capped = softcap * np.tanh(raw / softcap) if softcap else raw
     slope = 1 - (capped / softcap) ** 2 if softcap else 1.0
@@ -112,13 +112,13 @@ def exact(q, k, v, change, mask, scale, softcap):
 
 
 def draw(lengths, head_dim, group, segmented, dtype="float32"):
-    """q, k, v, a change of the output, and segments of both (ones where there are to be none)."""
+    """Returns (q, k, v, change) and the segments of queries and keys (ones if not segmented); `change` is d_out."""
     (T, S), B = lengths, 2
     generator = np.random.default_rng(T + S + head_dim)
     shapes = [(B, T, KEY_HEADS * group, head_dim), *[(B, KEY_HEADS, S, head_dim)] * 2]
     q, k, v, change = (jnp.asarray(generator.standard_normal(s), dtype) for s in (*shapes, shapes[0]))
     of_keys = np.sort(generator.integers(0, 3, (B, S)), 1) if segmented else np.ones((B, S), int)
-    before = np.full((B, max(T - S, 0)), 0 if segmented else 1)  # queries that stand before the first key
+    before = np.full((B, max(T - S, 0)), 0 if segmented else 1)  # queries before the first key
     of_queries = np.concatenate([before, of_keys], 1)[:, -T:]
     return (q, k, v, change), of_queries.astype(np.int32), of_keys.astype(np.int32)
 
@@ -132,7 +132,7 @@ def with_gradients(function):
 
 
 def errors(cell, dtype="float32", interpret=True, **how):
-    """The largest error of the output, dq, dk and dv each, relative to its largest value where that is above 1."""
+    """Returns the largest errors of output, dq, dk and dv, each relative to its largest value if that is above 1."""
     platform, lengths, head_dim, group, window, softcap, segmented, causal = cell
     arrays, q_segments, k_segments = draw(lengths, head_dim, group, segmented, dtype)
     rule = {"scale": head_dim**-0.5, "softcap": softcap}
@@ -151,7 +151,7 @@ def errors(cell, dtype="float32", interpret=True, **how):
 
 
 def is_right(cell, dtype="float32", **how):
-    return max(errors(cell, dtype, **how)) <= LIMIT[dtype]  # a NaN is not
+    return max(errors(cell, dtype, **how)) <= LIMIT[dtype]  # false for NaN
 
 
 @BOTH
@@ -180,14 +180,14 @@ def test_output_and_gradients_in_float16(cell):
 @BOTH
 @pytest.mark.parametrize("head_dim", [20, 100, 200])
 def test_heads_of_any_size(platform, head_dim):
-    """With all masks at once. 20 and 100 are not multiples of what a tensor core takes; 200 ends within a part."""
+    """Head sizes that are not multiples of a tensor core tile (20, 100) or end within a part (200), with all masks."""
     assert is_right((platform, (70, 90), head_dim, 2, 50, 20.0, True, True))
 
 
 @BOTH
 @pytest.mark.parametrize("rule", [(True, 0), (True, 40), (False, 40), (False, 0)])
 def test_sums_over_many_tiles(platform, rule):
-    """Tiles are skipped before, after and on both sides, and left without a mask between."""
+    """Tiles outside the mask are skipped (before, after, on both sides), and tiles fully inside need no mask."""
     size = {"gpu": 16, "tpu": 128}[platform]
     tile = Tile(size, size)
     scaled = {"gpu": (70, 90), "tpu": (500, 600)}[platform]
@@ -198,7 +198,7 @@ def test_sums_over_many_tiles(platform, rule):
 
 @BOTH
 def test_packed_rows_are_the_reference_s(platform):
-    """Positions begin again in each segment, as the data pipeline has them; padding is segment 0 at the end."""
+    """Packed rows as in the data pipeline: positions restart in each segment; padding is segment 0 at the end."""
     (q, k, v, _), _, _ = draw((100, 100), 16, 2, False)
     segments = jnp.asarray(np.stack([np.repeat([1, 2, 3, 0], [40, 7, 33, 20]), np.repeat([1, 2, 0], [1, 98, 1])]))
     starts = np.stack([np.repeat([0, 40, 47, 80], [40, 7, 33, 20]), np.repeat([0, 1, 99], [1, 98, 1])])
@@ -216,7 +216,7 @@ def test_queries_that_see_nothing_give_exactly_nothing(platform):
     rule = {"causal": True, "window": 0, "scale": 0.25, "softcap": 20.0, "platform": platform, "interpret": True}
     run = with_gradients(lambda *a: flash_attention(*a, k_segments, **rule))
 
-    assert not any(np.asarray(x).any() for x in run(*arrays, np.full_like(other, 2)))  # no key is of their segment
+    assert not any(np.asarray(x).any() for x in run(*arrays, np.full_like(other, 2)))  # no key is in their segment
     found = [np.asarray(x) for x in run(*arrays, np.full_like(other, 1))]
     assert all(np.isfinite(x).all() for x in found)
     out, dq = found[:2]
@@ -235,7 +235,7 @@ def test_ten_repeats_are_identical(platform):
 
 
 def test_the_tpu_kernels_read_nothing_that_is_not_there():
-    """The TPU interpreter fills what was never written with NaN, and stops at reads out of bounds."""
+    """The TPU interpreter fills uninitialized memory with NaN and raises on out-of-bounds reads."""
     cell = ("tpu", (129, 150), 80, 2, 0, 20.0, True, True)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
         found = errors(cell, interpret=False)
@@ -243,7 +243,7 @@ def test_the_tpu_kernels_read_nothing_that_is_not_there():
 
 
 def test_remat_keeps_what_the_names_say(capsys):
-    """Output and lse are all that the backward kernels need besides the inputs."""
+    """The backward kernels need only the output and lse besides the inputs."""
     arrays, _, _ = draw((16, 16), 16, 1, False)
     rule = {"causal": True, "window": 0, "scale": 0.25, "softcap": 0.0, "platform": "gpu", "interpret": True}
     policy = jax.checkpoint_policies.save_only_these_names("attn_context", "attn_lse")
@@ -285,7 +285,7 @@ def test_work_is_half_for_causal_and_linear_for_a_window():
     assert visited(8192, False, 0) == 128**2
     assert visited(8192, True, 0) == 128 * 129 // 2
     assert visited(8192, True, 256) <= 128 * 5
-    assert visited(16384, True, 256) - 2 * visited(8192, True, 256) <= 10  # the first queries have fewer
+    assert visited(16384, True, 256) - 2 * visited(8192, True, 256) <= 10  # the first queries have fewer tiles
 
 
 FAULTS = {
@@ -319,7 +319,7 @@ PLANTED = [
 @pytest.mark.parametrize(("platform", "fault", "dtype"), PLANTED)
 def test_planted_faults_are_caught(platform, fault, dtype, monkeypatch):
     cell = (platform, (129, 129), 192, 2, 5, 20.0, True, True)
-    assert cell in CELLS  # so that without the fault it is right
+    assert cell in CELLS  # without the fault the case is correct
     (FAULTS | ONLY_ON_A_GPU)[fault](monkeypatch)
     assert not is_right(cell, dtype)
 

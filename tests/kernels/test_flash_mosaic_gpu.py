@@ -1,13 +1,13 @@
-"""The kernel for Hopper in JAX's simulation of its threads, copies and barriers, races between them included.
+"""The Hopper kernel in JAX's simulation of threads, copies and barriers, including race detection.
 
-The simulation has no products of registers, so that what stands for them is plain JAX; `tests/aot` has them compiled.
+The simulation has no register matmuls (WGMMA), so plain JAX replaces them; `tests/aot` compiles the real ones.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # public under no name
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # has no public name
 from test_flash_attention import LIMIT, draw, errors, exact, seen
 
 from jaxllm.errors import UserError
@@ -19,8 +19,8 @@ from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 SMALL = Tile(128, 64, 8, 2)
 BLOCKS = Tiles(SMALL, Tile(64, 64), Tile(64, 64))
-# (queries, keys), head_dim, heads of a group, window, softcap, segments, causal, dtype. Keys are up to five tiles, more
-# than there are places for.
+# (queries, keys), head_dim, heads per group, window, softcap, segments, causal, dtype. There are up to five tiles of
+# keys, more than there are buffers.
 CELLS = [
     ((128, 128), 64, 1, 0, 0.0, False, True, "bfloat16"),
     ((128, 320), 64, 2, 0, 20.0, True, True, "bfloat16"),
@@ -32,7 +32,7 @@ CELLS = [
 
 
 def run(cell, blocks=BLOCKS):
-    """Output of one row and one key head, and what it should be; segments and places as in `test_flash_attention`."""
+    """Returns (output, expected output) of one row and one key head; masks are as in `test_flash_attention`."""
     lengths, head_dim, group, window, softcap, segmented, causal, dtype = cell
     arrays, q_segments, k_segments = draw(lengths, head_dim, group, segmented, dtype)
     q, k, v, change = (x[:1] for x in arrays)
@@ -84,7 +84,7 @@ def test_log_sums_are_the_triton_kernel_s():
 
 
 def test_queries_that_see_nothing_give_exactly_nothing():
-    """The first block of queries stands before the first key: it has no tile at all."""
+    """The first block of queries precedes the first key, so it has no tiles and its output is exactly zero."""
     got, want = run(((192, 40), 64, 1, 0, 0.0, False, True, "bfloat16"))
     assert np.isfinite(got).all()
     assert not got[:, :152].any()
@@ -97,7 +97,7 @@ def test_a_wrong_output_would_be_seen(monkeypatch):
 
 
 def forget_to_wait(monkeypatch, name):
-    """No thread waits for the barriers of a name."""
+    """Disables all waits for the barriers of one name."""
     forgotten = []
     block, wait = flash_mosaic_gpu._block, flash_mosaic_gpu.plgpu.barrier_wait
 
@@ -113,7 +113,7 @@ def forget_to_wait(monkeypatch, name):
     monkeypatch.setattr(flash_mosaic_gpu.plgpu, "barrier_wait", some)
 
 
-# The older simulation waits for ever for a thread that has failed.
+# The older simulation waits forever for a thread that has failed.
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.10 hangs where it finds a race")
 @pytest.mark.parametrize("name", ["q_ready", "k_ready", "v_ready", "k_free", "v_free"])
 def test_a_barrier_that_nobody_waits_for_is_caught(name, monkeypatch):

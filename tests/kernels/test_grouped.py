@@ -1,4 +1,4 @@
-"""Products in groups against the plain form, for every way that rows can fall."""
+"""Grouped matmuls compared with the plain form, for every distribution of rows over groups."""
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,9 @@ def test_equals_the_plain_product(rows, groups, fall):
 @pytest.mark.parametrize("groups", [1, 2, 5, 8])
 @pytest.mark.parametrize("rows", [1, 7, 8, 40, 129])
 def test_blocks_hold_the_worst_distribution(rows, groups):
-    """Every slot is used at most once, and one of a block of the row's own group."""
+    """Each row has a unique slot within the bounds, in a block of its own group."""
     length, count = block_length(rows, groups), block_count(rows, groups)
-    # The most blocks are begun where every group has one row more than whole blocks.
+    # The number of blocks is largest if every group has one row more than a whole number of blocks.
     worst = [1 + length * ((rows // groups - 1) // length)] * groups if rows >= groups else [1] * rows
     worst[0] += rows - sum(worst)
     for sizes in (worst, [rows]):
@@ -67,7 +67,7 @@ def test_blocks_hold_the_worst_distribution(rows, groups):
 
 
 def test_a_token_reads_its_own_experts_only():
-    """In decoding there is a block for each assignment, and none for the other experts."""
+    """In decoding there is one block per assignment and none for other experts."""
     assert block_count(2, 8) == 2
     assert block_count(8, 128) == 8
     assert block_length(8192, 8) == 512

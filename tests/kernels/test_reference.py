@@ -1,4 +1,4 @@
-"""The reference attention: what kernels will be held to."""
+"""Reference attention, which the kernels are checked against, compared with float64."""
 
 import jax
 import jax.numpy as jnp

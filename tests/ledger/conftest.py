@@ -1,10 +1,10 @@
-"""What XLA holds for a program is measured as users compile it; the other tests compile in less time."""
+"""Compiler settings: XLA's memory is measured as users compile; the other tests use settings that compile faster."""
 
 import compiler
 import jax
 import pytest
 
-# They read products and collectives, which no fusion changes.
+# They read matmuls and collectives, which no fusion changes.
 OTHERS = ("test_compute", "test_communication")
 
 

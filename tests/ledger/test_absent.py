@@ -1,6 +1,6 @@
-"""Compiling for devices that are not there: what is told where it cannot be done, and what the command says.
+"""Compilation for absent devices: the errors if it is not possible, and the output of the command.
 
-That it can be done is tested in tests/aot, where the compilers are.
+Successful compilation is tested in tests/aot, where the compilers are installed.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def test_the_child_answers_a_wrong_request_in_words():
 
 
 def test_an_abstract_mesh_compiles_to_what_a_mesh_of_devices_does(monkeypatch):
-    """The way to an absent device, with this machine's devices at its end: the same program comes out."""
+    """The path to an absent device, run with this machine's devices, compiles to the same program."""
     here = types.SimpleNamespace(platform="cpu", topology=lambda count: {})
     monkeypatch.setattr(
         absent.topologies, "get_topology_desc", lambda **_: types.SimpleNamespace(devices=jax.devices())

@@ -1,4 +1,4 @@
-"""Admission by the fitted memory and not by the model's limit: what is refused leaves the engine alive; a yes runs."""
+"""Admission by fitted memory, not by the model's limit: a refusal leaves the engine alive; an admitted call runs."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def billed(batch: int, context: int, memory: int) -> SamplingBill:
 
 
 def test_a_refusal_ends_the_call_and_not_the_engine():  # google-deepmind/gemma#715, vllm#40302
-    memory = billed(2, 256, 2**40).ledger.peak_bytes  # two sequences of 256 tokens, and not one byte more
+    memory = billed(2, 256, 2**40).ledger.peak_bytes  # two sequences of 256 tokens, to the byte
     params = specs.initialize(specs.param_specs(MODEL), jax.random.key(0), jnp.float32)
     generator = Generator(
         MODEL,

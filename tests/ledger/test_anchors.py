@@ -1,7 +1,7 @@
-"""The arithmetic that the ledger must get right: published figures, each to the digit that is published.
+"""Published figures that the ledger must reproduce, each to the published digit.
 
-Beside them stand those of the backward pass and of decoding's bound (test_compute.py), of weights and cache at
-inference (test_inference.py), and of the cross entropy (model/test_loss.py).
+Elsewhere: the backward pass and the bound of decoding (test_compute.py), weights and cache at inference
+(test_inference.py), and the cross entropy (model/test_loss.py).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ BASE = dataclasses.replace(models.ROTARY, **SIZES)
 
 
 def run(**fields) -> Config:
-    """4 sequences of 128 tokens, Adam, float32; `fields` are `section_field=value`."""
+    """Returns a run of 4 sequences of 128 tokens, Adam, float32; `fields` are `section_field=value`."""
     config = Config()
     config.train.batch_size, config.data.sequence_length = 4, 128
     config.optimizer.name, config.precision.policy = "adam", "fp32"
@@ -56,7 +56,7 @@ def test_gpt3_with_adam_takes_35_devices_of_80_gb():
 
 
 def test_mixed_precision_has_the_same_state_and_half_of_the_activations():
-    """2 + 2 + 4 + 4 + 4 = 16; what is float32 in either precision is scores, norms and rotary angles."""
+    """2 + 2 + 4 + 4 + 4 = 16 bytes; scores, norms and rotary angles are float32 in either precision."""
     one, other = (training(BASE, run(), policy, "gpu") for policy in ("fp32", "bf16"))
     assert one.persistent_bytes == other.persistent_bytes
     assert training(BASE, run(), "fp16").persistent_bytes == one.persistent_bytes + 8  # the loss scale
@@ -72,7 +72,7 @@ def held(ledger: Ledger, name: str, phase: str) -> int:
 
 
 def states(model: Architecture, config: Config) -> int:
-    """What ZeRO counts, on one device: weights that compute, gradients, and all that persists but a few counters."""
+    """Returns the bytes ZeRO counts on one device: compute weights, gradients, and persistent state but counters."""
     ledger = training(model, config, "bf16", "gpu")
     few = sum(row.bytes_per_device for row in ledger.rows if row.name in ("counters", "step and key"))
     (copies,) = [r for r in ledger.rows if r.phase == BOUNDARY and r.name.startswith("compute copy of weights")]
@@ -81,7 +81,7 @@ def states(model: Architecture, config: Config) -> int:
 
 
 def gradient_bytes(model: Architecture, config: Config, policy: str) -> int:
-    """Of all gradients on one device, as they are taken."""
+    """Returns the bytes of all gradients on one device, in the dtype in which they are computed."""
     made = run_lib.make(model, config, policy, "gpu")
     return gradient_numbers(made, made.parameters) * made.compute
 
@@ -92,7 +92,7 @@ def zero_run(**fields) -> Config:
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_table(stage, gigabytes):  # Rajbhandari et al. 2020, figure 1: 7.5e9 parameters on 64 devices
-    """16; 4 + 12/N; 2 + 14/N; 16/N bytes a parameter."""
+    """Checks 16; 4 + 12/N; 2 + 14/N; 16/N bytes per parameter."""
     model, config = ARCHITECTURES["llama2-7b"], zero_run(mesh_data=64, mesh_zero=stage, train_batch_size=64)
     found = states(model, config) / parameter_count(model)
     assert found == pytest.approx((16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64)[stage], rel=1e-6)
@@ -100,7 +100,7 @@ def test_zero_table(stage, gigabytes):  # Rajbhandari et al. 2020, figure 1: 7.5
 
 
 def test_zero_2_of_a_billion_parameters():  # deepspeedai/DeepSpeed#5102, #5099, #4527
-    """2 + 2/4 + 12/4 bytes a parameter with 16-bit gradients; sums in float32 are a row of their own."""
+    """2 + 2/4 + 12/4 bytes per parameter with 16-bit gradients; float32 accumulators are a separate row."""
     model = dataclasses.replace(BASE, layers=1, width=1000, vocab_size=1_000_000 - 1923)
     config = zero_run(mesh_data=4, mesh_zero=2, train_batch_size=4)
     parameters = parameter_count(model)
@@ -109,14 +109,14 @@ def test_zero_2_of_a_billion_parameters():  # deepspeedai/DeepSpeed#5102, #5099,
     config.train.accumulate, config.train.batch_size = 2, 8
     parts = training(model, config, "bf16", "gpu")
     (summed,) = {row.bytes_per_device for row in parts.rows if row.kind == "gradient accumulator"}
-    assert summed == pytest.approx(parameters, rel=1e-3)  # 4 B on 4 devices: 6.5 in all
+    assert summed == pytest.approx(parameters, rel=1e-3)  # 4 B on 4 devices: 6.5 in total
     named = {row.name for row in parts.rows}
     assert {"master weights", "m, first moment", "v, second moment", "gradients", "compute copy of weights"} <= named
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_stages_shard_what_they_say(devices):  # deepspeedai/DeepSpeed#4093
-    """Stage 1 splits the moments, 2 the gradients too, 3 the weights too; doubling the devices halves what is split."""
+    """Stage 1 shards moments, 2 gradients too, 3 weights too; doubling the devices halves what is sharded."""
     whole = parameter_count(BASE) * 4
     for stage in range(4):
         config = run(mesh_data=devices, mesh_zero=stage, train_batch_size=8)
@@ -130,7 +130,7 @@ def test_stages_shard_what_they_say(devices):  # deepspeedai/DeepSpeed#4093
 
 
 def of_one_layer(model: Architecture, config: Config) -> int:
-    """Bytes that one more layer keeps, by the ledger's rows; and the trace says the same."""
+    """Returns the bytes that one more layer saves by the ledger's rows, and checks that the trace agrees."""
     deeper = dataclasses.replace(model, layers=model.layers + 1)
     by_rows, by_trace = (
         [figure(one) for one in (model, deeper)]
@@ -144,8 +144,9 @@ def of_one_layer(model: Architecture, config: Config) -> int:
 
 
 def test_activations_of_a_classic_layer():  # Korthikanti et al. 2022, equation 1: s·b·h·(34 + 5·a·s/h)
-    """Theirs, less two dropout masks of a byte (after attention and after the MLP); and for the scores less dropout's
-    mask (1) and its result (2), and two bytes more: probabilities are float32 here.
+    """The paper's count, less two 1-byte dropout masks (after attention and after the MLP).
+
+    For the scores, less dropout's mask (1) and its result (2), and plus two bytes: probabilities are float32 here.
     """
     h, a, s, b = 128, 4, 64, 2
     model = dataclasses.replace(
@@ -159,9 +160,11 @@ def test_activations_of_a_classic_layer():  # Korthikanti et al. 2022, equation 
 
 
 def test_activations_of_a_llama_layer():
-    """s·b·[h(12 + 4g) + 6f] + 4·s·b·a, g = kv/q heads, f the MLP's width. The 4·s·b·a of a fused kernel are the
-    softmax's logarithms, which ours keeps: attention in chunks makes its scores again instead, and attention whole
-    keeps float32 probabilities, 4·a·s² a sequence.
+    """Checks s·b·[h(12 + 4g) + 6f] + 4·s·b·a, with g = kv/q heads and f the MLP's width.
+
+    The 4·s·b·a of a fused kernel are the softmax's log-sum-exp, which our kernel saves. Chunked attention recomputes
+    its
+    scores instead; unchunked attention saves float32 probabilities, 4·a·s² per sequence.
     """
     h, a, kv, f, s, b = 128, 4, 2, 352, 64, 2
     model = dataclasses.replace(models.ROTARY, layers=2, width=h, heads=a, kv_heads=kv, head_dim=h // a, mlp_width=f)
@@ -179,7 +182,7 @@ def test_activations_of_a_llama_layer():
 
 
 def test_activations_under_full_remat():
-    """2·s·b·h: a layer's input alone."""
+    """Checks 2·s·b·h: a layer's input alone."""
     config = run(train_batch_size=2, data_sequence_length=64, precision_policy="bf16", remat_policy="full")
     for model in models.ROTARY, models.LEARNED:
         assert of_one_layer(model, config) == 2 * 64 * 2 * model.width
@@ -187,7 +190,7 @@ def test_activations_under_full_remat():
 
 @pytest.mark.parametrize("layers", [4, 9, 16, 64, 100, 400])
 def test_sqrt_remat_keeps_twice_the_root(layers):  # Chen et al. 2016, section 4.2
-    """√L groups' inputs, and the √L blocks of the group that is made again."""
+    """Saves the inputs of √L groups, and the √L blocks of the group being recomputed."""
     ledger = training(dataclasses.replace(BASE, layers=layers), run(remat_policy="sqrt"), "fp32")
     inputs = held(ledger, BLOCK_INPUT, BOUNDARY) // (4 * 128 * BASE.width * 4)
     one = training(BASE, run(remat_policy="none"), "fp32")
@@ -202,12 +205,12 @@ def outside(ledger: Ledger) -> int:
 
 
 def flops(model: Architecture, **fields) -> int:
-    """By attention whose every pair is multiplied, as these are published for."""
+    """Returns FLOPs with attention that multiplies every pair, as the published figures assume."""
     return compute.train_step(model, run(attention_implementation="xla", **fields), "bf16").flops
 
 
 def test_sqrt_remat_is_one_more_forward_pass_of_the_blocks():
-    """4/3 of their FLOPs; the head's gradient is taken while its logits are there."""
+    """Blocks take 4/3 of their FLOPs; the head's gradient is computed while its logits exist."""
     model = dataclasses.replace(BASE, layers=16)
     head = 3 * 2 * model.vocab_size * model.width * 4 * 128
     none, sqrt = (flops(model, remat_policy=policy) - head for policy in ("none", "sqrt"))
@@ -215,13 +218,13 @@ def test_sqrt_remat_is_one_more_forward_pass_of_the_blocks():
 
 
 def test_full_remat_is_a_third_more():
-    """But for the head and the MLP's last product, whose result no gradient reads."""
+    """Full remat adds a third, except for the head and the MLP's last matmul, whose result no gradient reads."""
     none, full = (flops(ARCHITECTURES["gpt3-175b"], remat_policy=policy) for policy in ("none", "full"))
     assert 1.2 < full / none < 4 / 3
 
 
 def test_flops_of_gpt3s_step():  # Narayanan et al. 2021, section 5.1, without recomputation: 72 for their 96
-    """72·B·s·L·h²·(1 + s/6h + V/12Lh): every pair of tokens, masked or not."""
+    """Checks 72·B·s·L·h²·(1 + s/6h + V/12Lh): every pair of tokens, masked or not."""
     model = ARCHITECTURES["gpt3-175b"]
     B, s, L, h, V = 8, 2048, model.layers, model.width, model.vocab_size
     published = 72 * B * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
@@ -229,9 +232,9 @@ def test_flops_of_gpt3s_step():  # Narayanan et al. 2021, section 5.1, without r
 
 
 def test_a_token_takes_6n_flops_and_attention():  # Kaplan et al. 2020; Chowdhery et al. 2022, appendix B
-    """Causal: a token sees (s + 1)/2 others on average, and 12·l·h FLOPs go with each."""
+    """With causal masking a token sees (s + 1)/2 others on average, and each takes 12·l·h FLOPs."""
     model = ARCHITECTURES["gpt3-175b"]
-    products = parameter_count(model) - model.context_length * model.width  # positions are looked up
+    products = parameter_count(model) - model.context_length * model.width  # positions are a lookup
     biases_and_norms = products - compute.product_parameters(model)
     assert 0 < biases_and_norms < 2e-4 * products
     per_token = compute.model_flops_per_token(model, 2048)

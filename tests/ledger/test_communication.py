@@ -1,4 +1,4 @@
-"""Collectives of a step: the closed form against those in the programs that XLA makes for eight devices."""
+"""Collectives of a step: the closed form against those in the programs that XLA compiles for eight devices."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ UNTIED = dataclasses.replace(TIED, tied_embeddings=False)
 LEARNED = dataclasses.replace(models.LEARNED, **SIZES)
 POST = dataclasses.replace(models.POST, **SIZES)
 EXPERTS = dataclasses.replace(TIED, experts=4, experts_per_token=2, mlp_width=128)
-# Norms, losses and counts of tokens are single numbers; there are fewer than this in a step.
+# Norms, losses and counts of tokens are scalars; a step has fewer than this.
 FEW = 100
 
 
@@ -83,7 +83,7 @@ def test_zero_moves_two_or_three_times_the_parameters(stage, times):  # Rajbhand
     model = ARCHITECTURES["llama3-8b"]
     config = run(mesh_data=8, mesh_zero=stage, precision_policy="bf16")
     moved = sum(transfer.volume for transfer in communication.train_step(model, config, "bf16"))
-    once = (model.vocab_size * 2 + 1) * model.width if stage == 3 else 0  # gathered once, not in each pass
+    once = (model.vocab_size * 2 + 1) * model.width if stage == 3 else 0  # all-gathered once, not in each pass
     assert moved == times * parameter_count(model) - once
 
 

@@ -1,4 +1,4 @@
-"""Training beside inference: the table is the two bills', summed by group."""
+"""Comparison of training and inference: the table holds the sums of the two bills by group."""
 
 import io
 

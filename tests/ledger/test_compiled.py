@@ -1,4 +1,4 @@
-"""XLA's figures: the peak's definition, donation, and what is missing (jax-ml/jax#18954, #31292)."""
+"""XLA's figures: the definition of the peak, donation, and missing figures (jax-ml/jax#18954, #31292)."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""FLOPs by hand, by XLA's count, and the roofline."""
+"""FLOPs against hand counts and XLA's count, and the roofline."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_a_token_meets_its_own_experts_only():
 
 @pytest.mark.parametrize("model", [models.ROTARY, models.LEARNED], ids=["rotary", "learned"])
 def test_forward_flops_are_what_xla_counts(model):
-    """XLA adds element-wise work, which shrinks with the width; here products are most of it."""
+    """XLA adds element-wise work, whose fraction shrinks with the width; here most FLOPs are matmuls."""
     model = dataclasses.replace(model, width=256, head_dim=64, mlp_width=1024, layers=1, vocab_size=512)
     tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
 
@@ -56,7 +56,7 @@ def test_forward_flops_are_what_xla_counts(model):
 
 
 def test_backward_is_twice_forward_and_remat_is_one_more():
-    """Full remat runs every product of the blocks again but the MLP's last, whose result no gradient reads."""
+    """Full remat recomputes every matmul of the blocks but the MLP's last, whose result no gradient reads."""
     model = ARCHITECTURES["gpt2"]
     forward = compute.forward_flops(model, 8, 64)
     head = 2 * model.vocab_size * model.width * 8 * 64
@@ -67,7 +67,7 @@ def test_backward_is_twice_forward_and_remat_is_one_more():
 
 SIZES = {"vocab_size": 512, "layers": 6, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 512}
 PRODUCTS = dataclasses.replace(models.ROTARY, **SIZES)
-# Every norm and cap, and no layer outside the loop: there a CPU's XLA merges what is computed twice.
+# Every norm and cap, and no layer outside the loop, where XLA on a CPU merges recomputation with the original.
 CAPPED = dataclasses.replace(models.SLIDING, layers=8, width=64)
 POLICIES = ("none", "full", "sqrt", "dots", "names:attn_context", "names:attn_probs", "names:attn_qkv,mlp_up")
 
@@ -84,7 +84,7 @@ def compiled_flops(model, config) -> int:
 @pytest.mark.parametrize("chunk", [0, 32])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_flops_of_a_step_are_those_of_its_products(policy, chunk):
-    """Exact, recomputation included."""
+    """Matches the compiled matmuls exactly, recomputation included."""
     for model in (PRODUCTS, CAPPED) if policy in ("none", "full") else (PRODUCTS,):
         config = run(2, 128, policy)
         config.precision.policy, config.optimizer.name, config.train.attention_chunk = "fp32", "sgd", chunk
@@ -102,14 +102,14 @@ def test_flops_of_one_of_many_devices():
 
 @pytest.mark.parametrize(("experts", "each"), [(4, 2), (16, 2)])
 def test_experts_multiply_their_own_tokens(experts, each):
-    """In blocks that are not all full, and not all experts with all tokens."""
+    """Experts multiply their own tokens, in blocks that may be partly empty; not every expert takes every token."""
     model = dataclasses.replace(PRODUCTS, experts=experts, experts_per_token=each, mlp_width=128, layers=4)
     config = run(2, 128, "full")
     config.precision.policy, config.optimizer.name = "fp32", "sgd"
     step_spec = programs.make_step_spec(config, model, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     found = matmuls.products(hlo.parse(program.compile().as_text()))
-    # XLA counts a few sums over tokens as products beside.
+    # XLA counts a few sums over tokens as matmuls too.
     assert compute.train_step(model, config, "fp32", "cpu").flops == pytest.approx(found.flops, rel=0.005)
     dense = dataclasses.replace(model, experts=0, mlp_width=each * 128)
     assert found.flops < 1.6 * compute.train_step(dense, config, "fp32", "cpu").flops
@@ -124,7 +124,7 @@ def test_a_product_forgotten_in_recomputation_is_caught():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "gemma3-27b", "mixtral-8x7b"])
 def test_recomputation_lies_between_none_and_full(name):
-    """More tags kept, less work; `sqrt` is the most: its groups run once more, and then each of their blocks."""
+    """More saved tags mean less work; `sqrt` takes the most: it reruns its groups, then each of their blocks."""
     flops = {
         policy: compute.train_step(ARCHITECTURES[name], run(8, 1024, policy), "bf16").flops
         for policy in ("none", "dots", "names:attn_qkv,mlp_up,mlp_gate", "names:attn_qkv", "full", "sqrt")
@@ -158,7 +158,7 @@ def test_decode_reads_all_weights_and_all_keys():
 
 
 def test_narrow_formats_are_read_with_their_scales():
-    """int4 in groups of 32: half a byte and a sixteenth of two bytes, of matrices; norms stay in 16 bit."""
+    """int4 in groups of 32 takes half a byte and a sixteenth of two bytes per matrix element; norms stay in 16 bits."""
     model = ARCHITECTURES["llama3-8b"]
     norms = (2 * model.layers + 1) * model.width
     matrices = parameter_count(model) - model.vocab_size * model.width - norms + model.width  # a row is looked up
@@ -184,14 +184,17 @@ def test_the_parts_of_a_step():
     assert plain.flops_of == {"forward": forward, "backward": 2 * forward, "recomputation": 0, "optimizer": 0}
     assert full.flops - plain.flops == full.flops_of["recomputation"] > 0
     assert set(plain.bytes_of) == {"weights", "gradients", "activations", "logits", "optimizer"}
-    # A third pass reads the weights again, and what is made again is moved again.
+    # A third pass reads the weights again, and recomputed activations are moved again.
     assert full.bytes_of["weights"] > plain.bytes_of["weights"]
     assert full.bytes_of["activations"] > plain.bytes_of["activations"]
     assert plain.intensity == plain.flops / plain.bytes
 
 
 def test_bytes_of_a_step_by_hand():
-    """GPT-2 in float32 with Adam: weights in two passes, gradients, three of 4 B and two moments of 4 B both ways."""
+    """GPT-2 in float32 with Adam: weights in two passes, gradients, and the optimizer's arrays.
+
+    The optimizer moves three arrays of 4 B, and two moments of 4 B each way.
+    """
     model, config = ARCHITECTURES["gpt2"], run()
     config.optimizer.name = "adam"
     count = parameter_count(model)
@@ -206,7 +209,7 @@ def test_bytes_of_a_step_by_hand():
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_muon_s_products_are_counted(experts):
-    """Newton and Schulz's iteration; exact where no gather is counted as a product beside."""
+    """Covers the Newton-Schulz iteration; exact if no gather is counted as a matmul too."""
     model = dataclasses.replace(PRODUCTS, experts=experts, experts_per_token=experts // 2)
     config = run(2, 128, "full")
     config.precision.policy, config.optimizer.name = "fp32", "muon"
@@ -219,7 +222,7 @@ def test_muon_s_products_are_counted(experts):
 
 
 def dots(jaxpr) -> int:
-    """Products in a jaxpr and those inside it."""
+    """Returns the number of matmuls in a jaxpr, nested ones included."""
     inner = (getattr(p, "jaxpr", p) for eqn in jaxpr.eqns for p in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr))
     own = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
     return own + sum(dots(each) for each in inner if hasattr(each, "eqns"))
@@ -230,8 +233,7 @@ def is_jaxpr(x) -> bool:
 
 
 def test_kernels_have_nine_products_over_the_pairs_that_are_seen():
-    """Two forward, three for the gradient of queries and four for those of keys and values; plain attention has six,
-    over all pairs."""
+    """Kernels take two matmuls forward, three for dq, four for dk and dv; plain attention six, over all pairs."""
     q, k = jnp.zeros((1, 64, 4, 32)), jnp.zeros((1, 2, 64, 32))
     segments = jnp.ones((1, 64), jnp.int32)
 
@@ -245,21 +247,21 @@ def test_kernels_have_nine_products_over_the_pairs_that_are_seen():
     plain, by_kernels = (
         compute.train_step(PRODUCTS, run(2, 128, attention=name), "bf16") for name in ("xla", "pallas")
     )
-    product = 2 * 2 * PRODUCTS.layers * PRODUCTS.heads * PRODUCTS.head_dim  # of two sequences, a pair
+    product = 2 * 2 * PRODUCTS.layers * PRODUCTS.heads * PRODUCTS.head_dim  # two sequences, per pair
     seen = 128 * 129 // 2
     assert by_kernels.flops == plain.flops - 6 * product * 128**2 + 9 * product * seen
     assert by_kernels.flops_of["recomputation"] == 3 * product * seen
-    # A window hides more: of sliding layers, on average of all.
+    # A window hides more pairs; sliding layers alternate with full ones, so the count is averaged.
     sliding = dataclasses.replace(PRODUCTS, pattern=("sliding", "full"), window=16)
     seen += 16 * 17 // 2 + (128 - 16) * 16
     by_kernels = compute.train_step(sliding, run(2, 128, attention="pallas"), "bf16")
     assert by_kernels.flops == plain.flops - 6 * product * 128**2 + 9 * product * seen // 2
-    # No array of a number a pair is moved.
+    # No array with an element per pair is moved.
     assert by_kernels.bytes_of["activations"] < plain.bytes_of["activations"]
 
 
 def test_a_kernel_that_runs_again_is_counted():
-    """Its forward pass, where one of its two results is not kept."""
+    """The kernel's forward pass is counted again if one of its two results is not saved."""
     full, lse, both = (
         compute.train_step(PRODUCTS, run(2, 128, policy, "pallas"), "bf16").flops
         for policy in ("names:attn_out", "names:attn_out,attn_context", "names:attn_out,attn_context,attn_lse")
@@ -273,14 +275,14 @@ def test_a_kernel_that_runs_again_is_counted():
 @pytest.mark.parametrize("length", [1024, 16384])
 @pytest.mark.parametrize("name", ["gemma3-27b", "gemma2-9b", "llama3-8b", "mixtral-8x7b", "gpt2"])
 def test_utilisation_is_at_most_one(name, length, remat, attention):
-    """Where a step takes its least time, and a window hides most pairs: those that are hidden are no work."""
+    """Utilisation at a step's least time is at most 1 even if a window hides most pairs: hidden pairs are no work."""
     model = dataclasses.replace(ARCHITECTURES[name], context_length=length)
     if "sliding" in model.pattern:
         model = dataclasses.replace(model, window=1024)
     work = compute.train_step(model, run(4, length, remat, attention), "bf16")
     needed = compute.model_flops_per_token(model, length) * 4 * length
     assert 0 < needed <= work.flops
-    # The slip that makes it more: all pairs counted as work, of a model whose program skips the hidden ones.
+    # The mistake that exceeds 1: counting all pairs as work for a model whose program skips the hidden ones.
     if "sliding" in model.pattern and length == 16384:
         full = dataclasses.replace(model, pattern=("full",), window=0)
         assert compute.model_flops_per_token(full, length) > 1.1 * compute.model_flops_per_token(model, length)

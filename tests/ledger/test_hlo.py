@@ -1,4 +1,4 @@
-"""Reading HLO text: what is in it, how often it runs, what it sends, what it multiplies."""
+"""Parsing of HLO text: instructions, trip counts, communication and matmuls."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.ledger.compiled import collectives, hlo, hlo_runs, matmuls
 from jaxllm.ledger.compiled.hlo import Shape
 
-# A loop of two nested loops of 3 and 5 trips; one trip count is noted, the other has to be read off the counter.
+# Two nested loops of 3 and 5 trips; one trip count is annotated, the other must be read off the counter.
 LOOPS = """HloModule loops, input_output_alias={ {0}: (0, {}, may-alias), {1}: (2, {}, must-alias) }, num_partitions=8
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -73,7 +73,7 @@ ENTRY %main (p0: f32[16,8], p1: f32[8], p2: f32[4]) -> f32[16,8] {
 
 
 def wrap(lines, header="HloModule m, num_partitions=8", parameters="%x = bf16[4,64]{1,0} parameter(0)"):
-    """A program of these lines; the last is its root."""
+    """Returns a program of these lines; the last is its root."""
     *before, last = lines
     inside = "\n".join(f"  {line}" for line in [parameters, *before, f"ROOT {last}"])
     return f"{header}\n\nENTRY %main (x: bf16[4,64]) -> bf16[] {{\n{inside}\n}}\n"
@@ -228,7 +228,7 @@ def test_a_wrapped_asynchronous_collective_is_counted_once():
 
 
 def test_what_a_tpu_fuses():
-    """Its reduce-scatter is an all-reduce and a slice; parts of one gather in three fusions are one gather."""
+    """A TPU's reduce-scatter is an all-reduce and a slice; one gather in three fusions counts as one gather."""
     fused = """%all-reduce-scatter.1 (p: bf16[4,64]) -> bf16[4,8] {
   %p = bf16[4,64] parameter(0)
   %r = bf16[4,64] all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
@@ -287,7 +287,7 @@ WEIGHT = "%w = bf16[64,32]{1,0} constant({...})"
         ([WEIGHT, GEMM.replace("$gemm", "$lt$matmul")], 2 * 4 * 64 * 32),
         ([WEIGHT, "%y = bf16[4,32] convolution(%x, %w), dim_labels=bf_io->bf"], 2 * 4 * 64 * 32),
         (
-            # A product in a batch of 4, as a TPU writes it: the batch is spatial, and one tap in four is not padding.
+            # A matmul in a batch of 4, as a TPU writes it: the batch is spatial, and one tap in four is not padding.
             [
                 "%a = bf16[4,16,8] constant({...})",
                 "%b = bf16[4,8,32] constant({...})",
@@ -324,7 +324,7 @@ def test_what_cannot_be_counted_is_named():
     assert found.uncounted == {"__cudnn$fmhaSoftmax": 1, "ragged-dot": 1, "__cublas$gemm": 1}
 
 
-# Programs of this machine's compiler, whose sums are known.
+# Programs of this machine's compiler, with known sums.
 
 DEVICES = Mesh(np.array(jax.devices()[:8]), ("x",))
 SHARDED, SINGLE_DEVICE = (NamedSharding(DEVICES, spec) for spec in (PartitionSpec("x"), PartitionSpec()))
@@ -336,7 +336,7 @@ def layers(weights, x):
 
 
 def data_parallel(mapped):
-    """Gradients of TRIPS layers, over 8 shares of the rows."""
+    """Returns the module of gradients of TRIPS layers, with rows sharded over 8 devices."""
     weights = jax.ShapeDtypeStruct((TRIPS, SIDE, SIDE), jnp.float32, sharding=SINGLE_DEVICE)
     x = jax.ShapeDtypeStruct((ROWS, SIDE), jnp.float32, sharding=SHARDED)
     step = jax.shard_map(
@@ -383,7 +383,7 @@ def test_a_real_collective_in_a_loop():
 
 
 def test_a_sum_too_many_shows():
-    """The planted fault: a step that adds its gradients up twice."""
+    """A planted fault: a step that reduces its gradients twice is detected."""
     module = data_parallel(lambda w, x: jax.lax.psum(jax.lax.psum(jnp.sin(summed(w, x)), "x") ** 2, "x"))
     assert sum(c.volume for c in collectives.collectives(module)) == 3 * 2 * TRIPS * SIDE * SIDE
 

@@ -1,4 +1,4 @@
-"""The bill of inference: exact weights and cache in every format, workspaces near XLA's, the anchored figures."""
+"""The inference bill: exact weights and cache in every format, workspaces close to XLA's, and anchored figures."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from jaxllm.ledger.rows import DECODE, PREFILL
 from jaxllm.model import transformer
 from jaxllm.model.specs import abstract, param_specs, parameter_count
 
-# Large enough that arrays outweigh XLA's small change.
+# Large enough that arrays outweigh XLA's small buffers.
 SIZES = {"vocab_size": 4096, "layers": 4, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 1024}
 BASE = dataclasses.replace(models.ROTARY, **SIZES)
 EXPERTS = dataclasses.replace(BASE, experts=8, experts_per_token=2, mlp_width=128)
@@ -65,7 +65,7 @@ def test_keys_without_values_are_caught():
     assert ledger.kind_bytes("KV cache") == cache != sum(halved)
 
 
-# Model, sequences, tokens of context, prompt tokens taken at a time.
+# Model, sequences, tokens of context, prompt tokens per chunk.
 CELLS = {
     "plain": (BASE, 4, 1024, 64),
     "one": (BASE, 1, 512, 128),
@@ -94,11 +94,11 @@ def test_peaks_without_a_cache_are_near_xlas(cell):
     model, batch, capacity, _ = CELLS[cell]
     capacity = min(capacity, 512)
     program = programs.decode_without_cache(model, batch, 8, capacity, jnp.float32)
-    # What is spent on machine code changes no buffer.
+    # Effort spent on machine code changes no buffer.
     executable = program.jitted.lower(*program.inputs).compile(compiler_options={"xla_backend_optimization_level": 0})
     peak = attached.figures(executable)["peak"]
     if model.attention_softcap and JAX >= (0, 11):
-        # Newer XLA writes out one more array of scores, which the formula, of 0.10, does not know.
+        # Newer XLA writes one more array of scores than the formula, which is fitted to 0.10.
         peak -= batch * model.heads * capacity**2 * 4
     ledger = inference(model, batch, capacity, 64, "fp32", "fp32", use_cache=False)
     assert ledger.persistent_bytes + ledger.phase_bytes(DECODE) == pytest.approx(peak, rel=0.1)
@@ -110,14 +110,14 @@ def test_peaks_without_a_cache_are_near_xlas(cell):
 
 
 def test_a_workspace_forgotten_is_caught():
-    """The bound of the test above is narrower than the rows that it is to guard."""
+    """The tolerance of the test above is smaller than the rows it guards."""
     for cell in ("plain", "one", "gpt", "gemma", "experts", "wide"):
         ledger = inference(*CELLS[cell], "fp32", "fp32")
         assert ledger.phase_bytes(PREFILL) > 0.12 * (ledger.persistent_bytes + ledger.phase_bytes(PREFILL)), cell
 
 
 def test_scoring_a_prompt_against_the_reference():
-    """The log-probabilities of all tokens of a prompt, which XLA makes in the place of their logits."""
+    """Scoring a prompt stores the log-probabilities of all its tokens; XLA writes them in place of the logits."""
     model, batch, tokens = dataclasses.replace(BASE, vocab_size=32_000), 2, 128
 
     def score(params, ids):
@@ -139,7 +139,7 @@ def test_scoring_a_prompt_against_the_reference():
 
 @pytest.mark.parametrize(("name", "per_parameter"), [("fp16", 2), ("int8", 1), ("int4", 0.5)])
 def test_bytes_a_parameter(name, per_parameter):
-    """2, 1 and 1/2 plus scales; of 70 billion, norms are nothing."""
+    """Checks 2, 1 and 1/2 bytes plus scales; at 70 billion parameters norms are negligible."""
     ledger = inference(LLAMA70, 1, 1, 1, name, "fp16")
     weights = {
         row.name: row.bytes_per_device for row in ledger.rows if row.kind == "weights" and row.phase == "persistent"
@@ -152,9 +152,9 @@ def test_bytes_a_parameter(name, per_parameter):
     ("name", "scales"), [("int8", None), ("int8-128", 128), ("int4", 128), ("int4-64", 64), ("int4-32", 32)]
 )
 def test_scales_to_the_byte(name, scales):
-    """Two bytes for each channel, or for each group of a channel; counted here array by array."""
+    """Two bytes per channel, or per group of a channel; counted here array by array."""
     D, F, H, V = BASE.width, BASE.mlp_width, BASE.head_dim, BASE.vocab_size
-    channels = {  # outputs -> numbers that each sums over, of one layer; then the embeddings
+    channels = {  # outputs -> elements that each sums over, for one layer; then the embeddings
         "attention": [((BASE.heads + 2 * BASE.kv_heads) * H, D), (D, BASE.heads * H)],
         "MLP": [(2 * F, D), (D, F)],
     }

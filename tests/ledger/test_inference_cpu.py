@@ -1,4 +1,4 @@
-"""Prefill on a CPU: each moment that the rules know is the largest of some program, and near XLA's temporaries."""
+"""Prefill on a CPU: every live set of the rules is the largest of some program, and close to XLA's temporaries."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "heads": 8, "kv_heads": 2
 BASE = dataclasses.replace(models.ROTARY, **SIZES, context_length=4096)
 PLAIN = dataclasses.replace(models.LEARNED, **SIZES, context_length=4096)
 WIDE = {"mlp_width": 4096}
-# Model, sequences, tokens of context, prompt tokens at a time, and a name from the moment that is the largest.
+# Model, sequences, tokens of context, prompt tokens per chunk, and a row name from the largest live set.
 CELLS = {
     "4,064 rows are written": (BASE, 4, 1024, 127, "scores"),
     "4,096 rows are not": (BASE, 4, 1024, 128, "queries"),
@@ -30,8 +30,8 @@ CELLS = {
     "unrolled": (dataclasses.replace(BASE, unroll=2), 4, 1024, 128, "constants"),
 }
 if tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11):
-    del CELLS["one head of keys"]  # it loops there
-    ONE_MORE = ("capped in several",)  # an array as large as scores
+    del CELLS["one head of keys"]  # XLA compiles it to a loop there
+    ONE_MORE = ("capped in several",)  # one more array as large as scores
 else:
     ONE_MORE = ()
 
@@ -43,7 +43,7 @@ def _pass(cell):
 
 @pytest.fixture(scope="module")
 def temporaries():
-    """Of the cells' programs."""
+    """Returns the temporaries of the cells' programs, in bytes."""
     found = {}
     for cell, (model, batch, capacity, tokens, _) in CELLS.items():
         program = programs.prefill(model, batch, tokens, capacity, jnp.float32)

@@ -93,7 +93,7 @@ PEAKS = {
     ("qwen3-0.6b", 8, 2048, 512, "bf16", "bf16", "v5e"): 3619222528,
     ("gpt2-medium", 8, 1024, 256, "bf16", "bf16", "v5e"): 1655086080,
 }
-# A bill may count two arrays of scores where XLA makes one; it is never less than XLA's by more than this.
+# A bill may count two arrays of scores where XLA makes one; it is below XLA's by at most this.
 TOO_LOW, TOO_HIGH = -0.02, 0.13
 
 
@@ -156,7 +156,7 @@ def test_an_array_forgotten_is_caught(monkeypatch, cell, module, name, fault):
 
 
 def test_arrays_of_one_layer_by_hand():
-    """Two heads of keys for four of queries, 256 slots, 8 tokens of 2 sequences, nothing in vector memory."""
+    """Two key heads for four query heads, 256 slots, 8 tokens of 2 sequences, nothing in vector memory."""
     model = dataclasses.replace(models.ROTARY, heads=4, kv_heads=2, head_dim=128, width=256, mlp_width=512, layers=3)
     wide = {row.name: row for row in rows_of(model, "bf16")}
     assert wide["scores of one layer"].bytes_per_device == 2 * 4 * 8 * 256 * 4
@@ -178,7 +178,7 @@ def rows_of(model, cache):
 
 
 def test_padding_of_weights_and_cache():
-    """A cache of heads of 16 lies with its slots in the lanes, and needs none; 100 slots fill no lanes."""
+    """A cache with heads of 16 is laid out with its slots in the lanes, and needs no padding; 100 slots do."""
     model = dataclasses.replace(models.ROTARY, vocab_size=256)
     padding = {}
     for slots in (128, 100):

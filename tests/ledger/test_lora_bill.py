@@ -1,4 +1,4 @@
-"""The bill of low-rank adapters: exact state, exact activations, exact FLOPs, peaks near XLA's; and planted faults."""
+"""The bill of low-rank adapters: exact state, activations and FLOPs, peaks close to XLA's, and planted faults."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from jaxllm.ledger.reconcile import reconcile
 from jaxllm.parallel import mesh
 
 EVERY = ("q", "k", "v", "out", "gate", "up", "down")
-# Targets of each model: all that it has, one of attention, one of the MLP.
+# Targets per model: all that it has, one of attention, one of the MLP.
 TARGETS = {
     "rotary": (EVERY, ("q",), ("up",)),
     "learned": (("k", "out", "down"), ("v",)),
@@ -41,7 +41,7 @@ RUNS = [
 
 
 def faults(model, config):
-    """Lines of the formula that the trace does not confirm to the byte."""
+    """Returns the lines of the formula that differ from the trace by a byte or more."""
     policy = config.precision.policy
     found = reconcile(training(model, config, policy), trace_figures=trace.figures(config, model, "cpu"))
     return found.faults(0.0)
@@ -59,7 +59,7 @@ def test_state_and_activations_are_exact(name):
 
 @pytest.mark.parametrize("fields", RUNS, ids=str)
 def test_they_are_under_every_policy_and_on_meshes(fields):
-    odd = dataclasses.replace(models.ROTARY, vocab_size=61)  # padded
+    odd = dataclasses.replace(models.ROTARY, vocab_size=61)  # its vocabulary is padded on meshes
     if fields.get("optimizer_name") in ("muon", "adafactor"):
         odd = models.ROTARY
     assert faults(odd, config(EVERY, **fields)) == []
@@ -68,7 +68,7 @@ def test_they_are_under_every_policy_and_on_meshes(fields):
 
 
 def test_a_bill_that_is_wrong_is_caught(monkeypatch):
-    """Planted: the inputs of frozen products are billed, or what goes between A and B is not."""
+    """Planted faults: the inputs of frozen matmuls are billed, or the activations between A and B are not."""
     monkeypatch.setattr(block_graph, "_FOR_WEIGHTS", ("attn_inputs", "attn_context", "mlp_inputs"))
     block_graph._block.cache_clear()
     (fault,) = faults(models.ROTARY, config(("q",)))
@@ -82,7 +82,7 @@ def test_a_bill_that_is_wrong_is_caught(monkeypatch):
     assert faults(models.ROTARY, config(("q",))) == []
 
 
-# (model, targets, fields, how far the peak may be off)
+# (model, targets, fields, tolerance of the peak)
 CELLS = {
     "wide": (WIDE, EVERY, {}, 0.03),
     "full": (BASE, ("q", "v"), {"remat_policy": "full"}, 0.06),
@@ -111,7 +111,7 @@ def test_arguments_and_flops_are_the_program_s_and_the_peak_is_near(name):
 
 
 def test_only_adapters_are_exchanged():
-    """Stage 3 gathers frozen weights twice, and scatters gradients of adapters alone."""
+    """Stage 3 all-gathers frozen weights twice, and reduce-scatters gradients of adapters alone."""
     made = run(lora_rank=8, mesh_data=4, mesh_zero=3, train_batch_size=16)
     layout = run_lib.make(BASE, made, "fp32", "cpu").layout
     sent = {transfer.name: transfer for transfer in communication.train_step(BASE, made, "fp32")}

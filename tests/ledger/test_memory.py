@@ -1,4 +1,4 @@
-"""The memory bill: exact state, peaks near XLA's, and faults that must be caught."""
+"""The memory bill: exact state, peaks close to XLA's, and faults that must be caught."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from jaxllm.ledger.rows import BOUNDARY, HOST, PERSISTENT, Ledger
 from jaxllm.parallel import mesh
 
 OPTIMIZERS = CHOICES["optimizer.name"]
-# Large enough that arrays outweigh XLA's small change, and that Adafactor factors.
+# Large enough that arrays outweigh XLA's small buffers, and that Adafactor factors.
 SIZES = {"vocab_size": 512, "layers": 4, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 512}
 BASE = dataclasses.replace(models.ROTARY, **SIZES, init_std=0.02)
 EXPERTS = dataclasses.replace(BASE, experts=4, experts_per_token=2, mlp_width=128)
@@ -39,7 +39,7 @@ WIDE = dataclasses.replace(BASE, width=384, heads=6, kv_heads=6, head_dim=64, ml
 
 
 def run(**fields) -> Config:
-    """4 sequences of 128 tokens, AdamW, float32; `fields` are `section_field=value`."""
+    """Returns a run of 4 sequences of 128 tokens, AdamW, float32; `fields` are `section_field=value`."""
     config = Config()
     config.train.batch_size, config.data.sequence_length = 4, 128
     config.optimizer.name, config.optimizer.weight_decay, config.precision.policy = "adamw", 0.1, "fp32"
@@ -54,7 +54,7 @@ def of_state(ledger: Ledger, model: Architecture, config: Config):
 
 
 def assert_exact(model: Architecture, config: Config):
-    """State on the device and state in host memory, each to the byte, against the trainer's abstract state."""
+    """Checks state on the device and in host memory, each to the byte, against the trainer's abstract state."""
     state = trace.abstract_state(config, model, "cpu")
     ledger = training(model, config, config.precision.policy)
     host = trace.bytes_per_device(state, "pinned_host")
@@ -63,13 +63,13 @@ def assert_exact(model: Architecture, config: Config):
 
 
 MESHES = [{}, {"mesh_data": 4}, {"mesh_data": 3}, {"mesh_replica": 2, "mesh_data": 2, "mesh_tensor": 2}]
-ODD = dataclasses.replace(BASE, vocab_size=509, width=132, tied_embeddings=False)  # what does not divide is padded
+ODD = dataclasses.replace(BASE, vocab_size=509, width=132, tied_embeddings=False)  # what cannot divide is padded
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", [BASE, EXPERTS, GPT, GEMMA, ODD], ids=list("BEGMO"))
 def test_persistent_state_is_exact(model, optimizer):
-    """Every ZeRO stage, mesh and precision."""
+    """Covers every ZeRO stage, mesh and precision."""
     exact = 0
     for axes, stage, policy in itertools.product(MESHES, range(4), ("fp32", "bf16", "fp16", "bf16_pure")):
         config = run(optimizer_name=optimizer, precision_policy=policy, mesh_zero=stage, train_batch_size=24, **axes)
@@ -153,7 +153,7 @@ def test_a_stage_that_does_not_split_is_caught(monkeypatch):
     assert {fault.partition(":")[0] for fault in of_state(broken, BASE, config).faults(0.5)} >= {"weights", "optimizer"}
 
 
-# Peaks on this machine's CPU, of arguments + outputs − aliases + temporaries.
+# Peaks on this machine's CPU: arguments + outputs − aliases + temporaries.
 DEEP = dataclasses.replace(BASE, layers=6)
 CELLS = {
     "plain": (BASE, run()),
@@ -213,7 +213,7 @@ def test_data_parallelism_divides_the_batch_and_nothing_else():
     ],
 )
 def test_what_the_trainer_refuses_has_no_bill(model, fields):
-    """In the same words."""
+    """The ledger and the trainer raise the same message."""
     config = run(**fields)
     with pytest.raises(UserError) as by_the_trainer:
         trace.abstract_state(config, model, "cpu")
@@ -226,7 +226,7 @@ def test_what_the_trainer_refuses_has_no_bill(model, fields):
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "lion"])
 def test_the_state_is_the_programs_arguments_and_all_of_it_is_taken_over(name):
-    """Places that no update reads too: Adafactor's moments of what is factored."""
+    """All of the state is donated, even arrays that no update reads: Adafactor's moments of factored parameters."""
     config = run(optimizer_name=name)
     program = programs.train_step(config, programs.make_step_spec(config, BASE, "cpu"), mesh.make_mesh(config.mesh))
     figures, ledger = attached.figures(program.compile()), training(BASE, config, "fp32")

@@ -1,4 +1,4 @@
-"""The page: it runs the formulas themselves, and so tells what Python tells, to the byte."""
+"""The web page runs the formulas themselves, so its figures equal Python's to the byte."""
 
 import ast
 import html
@@ -29,7 +29,7 @@ def request(device: str = "h100") -> BillRequest:
 
 
 def settings(count: int) -> list[dict[str, str]]:
-    """Texts of the form, drawn by a fixed seed: most of them settings that can be, some that cannot."""
+    """Returns texts of the form, drawn with a fixed seed: mostly valid settings, some invalid."""
     draw = random.Random(8)
     fields = [field for fields in form.FORM.values() for field in fields]
     models = list(architectures.ARCHITECTURES)
@@ -63,7 +63,7 @@ def settings(count: int) -> list[dict[str, str]]:
 
 
 def in_browser(rendered: str, asked: list[dict[str, str]], folder: pathlib.Path) -> list[dict]:
-    """What the page answers, asked as its form asks."""
+    """Returns the page's answers to these texts, requested as its form does."""
     script = f"""<pre id="told"></pre><script>
     const asked = {json.dumps(asked)}, place = byId("told");
     try {{
@@ -104,13 +104,13 @@ def test_the_page_tells_what_python_tells(rendered, tmp_path):
     assert len(told) == len(asked)
     for texts, answer, wanted in zip(asked, told, expected, strict=True):
         assert answer == json.loads(json.dumps(wanted)), texts
-    # Shown able to fail: another setting's answer is another.
+    # The comparison can fail: another setting has another answer.
     assert told[0] != json.loads(json.dumps(expected[1]))
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 def test_a_changed_formula_changes_the_page(rendered, tmp_path):
-    """The page has no figure of its own: with another formula in its source it tells another peak."""
+    """The page stores no figures: with another formula in its source it shows another peak."""
     started = form.start(request(), "h100")
     was = "_STATE_BYTES = 4 + 8"
     assert rendered.count(was) == 1

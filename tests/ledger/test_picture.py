@@ -1,4 +1,4 @@
-"""The picture: what it draws are the bill's figures, its texts lie apart, and it is the same bytes each time."""
+"""The picture draws the bill's figures, its texts do not overlap, and its bytes are reproducible."""
 
 import itertools
 

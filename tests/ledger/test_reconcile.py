@@ -1,4 +1,4 @@
-"""The columns side by side, the tables, this machine, and the command."""
+"""Reconciliation: the columns side by side, the tables, this machine, and the command."""
 
 import io
 import json
@@ -93,7 +93,7 @@ def test_statistics_of_a_device():
 
 
 class Busy:
-    """A device of 100 bytes of which 40 are taken; this process has no arrays on it."""
+    """A device of 100 bytes with 40 in use; this process has no arrays on it."""
 
     platform, device_kind = "gpu", "a GPU"
 
@@ -108,7 +108,7 @@ def test_what_others_hold_is_not_ours_to_take():
 
 
 def test_a_host_s_memory_counts_our_own_arrays_as_ours(monkeypatch):
-    """What is free is held still: other processes change it while a test runs."""
+    """Free memory is patched to a constant: other processes change it while a test runs."""
     monkeypatch.setattr(device, "_free_host_bytes", lambda: 2**30)
     before = device.available_bytes()
     array = jnp.ones(2**20, jnp.float32).block_until_ready()

@@ -1,4 +1,4 @@
-"""One change that fits: the cheapest that does, as overrides that a run takes, or none; what a shortage is told as."""
+"""Remedies: the cheapest single change that fits, as overrides that a run accepts, or none; messages on OOM."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def llama(**fields) -> Config:
 
 
 def with_overrides(config: Config, overrides: tuple[str, ...]) -> Config:
-    """As `--config.a.b=value` sets them."""
+    """Sets overrides as `--config.a.b=value` does."""
     for override in overrides:
         path, value = override.removeprefix("--config.").split("=")
         section, field = path.split(".")
@@ -62,7 +62,7 @@ def test_what_is_advised_fits_and_its_peak_is_the_formula_s(share):
 
 
 def test_the_cheaper_change_comes_first():
-    """A little too much costs a loop over chunks; much too much costs recomputation, at the same global batch."""
+    """A small excess costs a loop over chunks; a large one costs recomputation, at the same global batch."""
     config, model = llama(), architectures.resolve_config(llama())
     little = remedy(config, model, H100, peak(config) - 1)
     much = remedy(config, model, H100, int(0.25 * peak(config)))
@@ -73,7 +73,7 @@ def test_the_cheaper_change_comes_first():
 
 
 def test_kernels_have_no_scores_to_cut():
-    """By kernels a run needs less, and is never told to cut scores: that would be for scores it has not got."""
+    """A run with kernels needs less, and no remedy is a chunk of attention: it has no scores."""
     config, model = llama(attention_implementation="auto"), architectures.resolve_config(llama())
     assert peak(config) < 0.8 * peak(llama())
     for share in (0.98, 0.8, 0.6, 0.4):
@@ -152,7 +152,7 @@ def bill(held: int, batch: int = 4, context: int = 8192) -> SamplingBill:
 
 
 def test_memory_held_by_others_counts():  # transformers#16987, accelerate#2910, vllm#783
-    """16 GB of weights fit 24 GB with room for a few sequences, and not beside 15 GB of someone else's."""
+    """16 GB of weights fit 24 GB with room for a few sequences, but not if other processes use 15 GB."""
     alone, shared = bill(0), bill(15 * GB)
     room = alone.room()
     assert room.fits

@@ -1,4 +1,4 @@
-"""The command's files and its two tasks together: contract and exit statuses."""
+"""The report command: its files, both tasks together, its contract and exit statuses."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Least times: each resource by hand, what binds, and what is not known."""
+"""Least times: each resource by hand, which one binds, and what is unknown."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ H100 = named("h100")
 
 
 def training_run(name="llama3-8b", batch=8, length=8192, policy="bf16", **fields):
-    """A run's; `fields` are `section_field=value`."""
+    """Returns a run as the ledger's formulas take it; `fields` are `section_field=value`."""
     config = Config()
     config.train.batch_size, config.data.sequence_length = batch, length
     for field, value in fields.items():
@@ -31,7 +31,7 @@ def training_run(name="llama3-8b", batch=8, length=8192, policy="bf16", **fields
 
 
 def test_decode_is_bound_by_bandwidth():
-    """tokens/s ≤ bandwidth / (weight bytes + KV bytes)."""
+    """Checks tokens/s ≤ bandwidth / (weight bytes + KV bytes)."""
     model = ARCHITECTURES["llama3-8b"]
     least = roofline.decode_token(model, 1, 8192, "bf16", "bf16", H100, "bfloat16")
     weights = 2 * (parameter_count(model) - model.vocab_size * model.width + model.width)
@@ -40,7 +40,7 @@ def test_decode_is_bound_by_bandwidth():
 
 
 def test_a_large_batch_is_bound_by_compute():
-    """The head's and matrices' intensity grows with the batch; the cache's does not."""
+    """The intensity of the head and matrices grows with the batch; that of the cache does not."""
     model = ARCHITECTURES["llama3-8b"]
     assert roofline.decode_token(model, 4096, 16, "bf16", "bf16", H100, "bfloat16").bound == "compute"
     assert roofline.prefill(model, 1, 8192, "bf16", "bf16", H100, "bfloat16").bound == "compute"
@@ -57,19 +57,19 @@ def test_training_on_one_device_is_bound_by_compute():
 
 
 def test_whole_scores_of_long_sequences_are_bound_by_bandwidth():
-    """They are written and read in float32; their bytes grow with the products they are of, but not so the others."""
+    """Scores are written and read in float32; their bytes grow with their matmuls' FLOPs, unlike other bytes."""
     long = {"batch": 1, "length": 16384, "remat_policy": "full"}
     whole, by_kernels = (
         roofline.train_step(training_run(**long, attention_implementation=name), H100) for name in ("xla", "pallas")
     )
     assert whole.bound == "bandwidth"
-    # Kernels have no scores in memory, and leave out the pairs that a causal mask hides: half of them.
+    # Kernels keep no scores in memory, and skip the half of the pairs that a causal mask hides.
     assert by_kernels.bound == "compute"
     assert by_kernels.seconds < 0.5 * whole.seconds
 
 
 def test_the_peak_is_of_the_dtype_that_multiplies():
-    """float32 as JAX multiplies it by default: TensorFloat-32."""
+    """JAX multiplies float32 as TensorFloat-32 by default."""
     assert roofline.train_step(training_run(policy="fp32"), H100).seconds_of["compute"] == pytest.approx(
         2 * roofline.train_step(training_run(policy="fp16"), H100).seconds_of["compute"]
     )
@@ -77,7 +77,7 @@ def test_the_peak_is_of_the_dtype_that_multiplies():
 
 
 def test_data_parallelism_within_a_host_and_beyond():
-    """Gradients of 2 B in a ring: 2 · (n − 1)/n · 2 B a parameter; beyond the host over eight network cards."""
+    """Gradients of 2 B in a ring: 2 · (n − 1)/n · 2 B per parameter; beyond the host over eight network cards."""
     count = parameter_count(ARCHITECTURES["llama3-8b"])
     for devices, rate in ((8, 450e9), (64, 400e9)):
         least = roofline.train_step(training_run(batch=devices, mesh_data=devices, mesh_zero=0), H100)
@@ -86,7 +86,7 @@ def test_data_parallelism_within_a_host_and_beyond():
 
 
 def test_tensor_parallelism_is_innermost():
-    """Its rings are within a host, and those of `data` beside it have a card or two each."""
+    """Tensor rings are within a host; the `data` rings beside them have a card or two each."""
     mesh = {"replica": 1, "data": 16, "tensor": 4}
 
     def rate(*axes):
@@ -100,7 +100,7 @@ def test_tensor_parallelism_is_innermost():
     assert (rate("tensor"), rate("data")) == (450e9, 50e9)
     mesh["tensor"], mesh["data"] = 16, 4
     assert (rate("tensor"), rate("data")) == (400e9, 50e9)
-    # A ring that cannot fill hosts evenly is as slow as where it has one device of a host.
+    # A ring that cannot fill hosts evenly is as slow as one with a single device per host.
     mesh["tensor"], mesh["data"] = 3, 8
     assert rate("tensor") == 50e9
 
@@ -188,7 +188,7 @@ def test_json_has_the_parts_and_their_sums():
 
 @pytest.mark.parametrize("name", ["h100", "v5e", "rtx4090"])
 def test_the_fraction_of_the_peak_is_at_most_one(name):
-    """Of model FLOPs in the least time, whatever the run."""
+    """Model FLOPs over the least time never exceed the peak, for any run."""
     device = named(name)
     for remat in ("none", "full"):
         for devices in (1, 8):

@@ -111,6 +111,6 @@ def test_other_units():
     assert format_si(0, "s") == "0 s"
     assert format_si(1, "s") == "1 s"
     assert format_si(-0.0048, "s") == "-4.8 ms"
-    assert format_si(0.9999, "s") == "1 s"  # of three digits
+    assert format_si(0.9999, "s") == "1 s"  # rounded to three digits
     assert format_si(999.9, "FLOP") == "1 kFLOP"
     assert format_si(Unknown("why"), "s") == "unknown"

@@ -1,4 +1,4 @@
-"""Bytes of arrays on a TPU, against the buffers that its compiler gave them."""
+"""Tiled sizes of arrays on a TPU, against the buffers that its compiler allocates."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from jaxllm.ledger.formula.exact import tpu_tiles
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.rows import PERSISTENT
 
-# (shape, bytes a number) -> size of the buffer, in buffer assignments of libtpu of JAX 0.10.2 for a v5e.
+# (shape, bytes per element) -> size of the buffer, in buffer assignments of libtpu of JAX 0.10.2 for a v5e.
 BUFFERS = {
     ((), 4): 512,
     ((2,), 4): 512,
@@ -40,7 +40,7 @@ BUFFERS = {
     ((30, 9, 64, 576), 4): 44236800,
     ((30, 9, 64, 576), 2): 22118400,
     ((13, 144, 4, 256), 2): 3833856,
-    ((16, 128, 32, 64), 4): 16777216,  # 64 numbers in the last dimension, and no padding
+    ((16, 128, 32, 64), 4): 16777216,  # 64 elements in the last dimension, and no padding
     ((36, 80, 5, 64), 4): 5898240,
     ((28, 28, 128, 14), 4): 6422528,
 }
@@ -69,9 +69,11 @@ def test_padding_is_bounded_and_does_not_depend_on_the_order_of_dimensions(shape
 def config_of(
     name: str, mesh: tuple[int, int, int, int], optimizer: str, policy: str, batch: tuple[int, int]
 ) -> Config:
-    """Args:
-    mesh: replica, data, tensor, stage of ZeRO.
-    batch: sequences of a step, length of each.
+    """Returns the configuration of a run.
+
+    Args:
+      mesh: sizes of replica, data and tensor, and the ZeRO stage.
+      batch: sequences per step, and tokens of each.
     """
     config = Config()
     config.model.name, config.optimizer.name, config.precision.policy = name, optimizer, policy
@@ -80,7 +82,7 @@ def config_of(
     return config
 
 
-# A run -> what the compiler calls the arguments of its train step, bytes on one device.
+# A run -> the compiler's size of its train step's arguments, bytes on one device.
 ARGUMENTS = [
     (("llama3.2-1b", (1, 16, 1, 3), "momentum", "bf16", (1024, 512)), 618563584),
     (("qwen2.5-7b", (1, 256, 1, 3), "sgd", "bf16", (1024, 512)), 131739136),
@@ -104,13 +106,13 @@ def test_arguments_of_a_train_step_are_exact(run, arguments):
     ledger = training(model, config, config.precision.policy, "tpu")
     assert with_batch(ledger) == arguments
     plain = training(model, config, config.precision.policy, "gpu")
-    assert with_batch(plain) < arguments  # without tiles it is not
+    assert with_batch(plain) < arguments  # without tiles it is smaller
     assert not [row for row in plain.rows if row.kind == tpu_tiles.PADDING]
     assert ledger.kind_bytes(tpu_tiles.PADDING) == ledger.persistent_bytes - plain.persistent_bytes
 
 
 def test_moments_of_adafactor_are_tiled_and_its_placeholders_take_a_buffer_each():
-    """The program does not take placeholders, which it makes anew: 18 of this model's, of 512 B."""
+    """Placeholders are no arguments, since the program makes them anew: 18 of this model's, 512 B each."""
     run = ("smollm2-135m", (1, 1, 1, 0), "adafactor", "bf16_pure", (2, 1024))
     config = config_of(*run)
     model = architectures.resolve_config(config)

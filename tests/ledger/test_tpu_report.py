@@ -1,4 +1,4 @@
-"""The TPU compiler's report of its buffers, read from small ones that are made up."""
+"""Parsing of the TPU compiler's report of its buffers, on small synthetic reports."""
 
 from jaxllm.ledger.compiled import tpu_report
 
@@ -41,7 +41,7 @@ def test_the_module_that_needs_most_is_the_program(tmp_path):
 def test_what_is_not_there_is_not_told(tmp_path):
     assert tpu_report.figures(tmp_path) == {}
     (tmp_path / "a.after_optimizations-memory-usage-report.txt").write_text(USAGE.format(total=1))
-    assert tpu_report.figures(tmp_path) == {}  # without its buffer assignment
+    assert tpu_report.figures(tmp_path) == {}  # the buffer assignment is missing
     write(tmp_path, "b", 9)
     (tmp_path / "b.after_optimizations-memory-usage-report.txt").write_text(
         "Memory Space: vmem (color=1)\nTotal bytes: 9 (9B)"

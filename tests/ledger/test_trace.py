@@ -1,4 +1,4 @@
-"""What waits for the backward pass: the closed form, tag by tag, against what JAX's derivative of the program keeps."""
+"""Saved activations: the closed form, tag by tag, against what JAX's derivative of the program saves."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
 
-# `sqrt` has groups from four repeats on; five layers of two kinds leave one over.
+# `sqrt` forms groups from four repeats on; five layers of two kinds leave a remainder of one.
 MODELS = models.ALL | {
     "deep": dataclasses.replace(models.ROTARY, layers=6),
     "deep, sliding": dataclasses.replace(models.SLIDING, layers=9),
@@ -41,7 +41,7 @@ def run(policy: str = "none", **fields) -> Config:
 
 
 def by_tag(made: list[rows.Row], phase: str) -> dict[str, int]:
-    """Bytes by tag, what has none together."""
+    """Returns bytes by tag; all untagged ones are summed under one name."""
     found: dict[str, int] = {}
     for row in made:
         if row.phase == phase and row.bytes_per_device:
@@ -62,7 +62,7 @@ def assert_equal(model: Architecture, config: Config, platform: str = "cpu"):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_are_exact(name, policy):
-    """Both values of `tensor` meet every model and every policy."""
+    """Both values of `tensor` occur with every model and with every policy."""
     turn = (list(MODELS).index(name) + POLICIES.index(policy)) % 2
     assert_equal(MODELS[name], run(policy, mesh_tensor=1 + turn))
 
@@ -75,7 +75,7 @@ SHARED = ["none", "full", "dots"]
 def test_activations_in_16_bit_and_in_shares_are_exact(name, policy):
     cells = [(0, "bf16"), (1, "fp16"), (2, "bf16_pure"), (3, "bf16")]
     turn = (list(models.ALL).index(name) + SHARED.index(policy)) % 2
-    for stage, precision in cells[turn::2]:  # each cell meets every model and every policy
+    for stage, precision in cells[turn::2]:  # each cell occurs with every model and with every policy
         assert_equal(
             models.ALL[name],
             run(policy, mesh_data=2, mesh_tensor=2, mesh_zero=stage, precision_policy=precision),
@@ -92,9 +92,9 @@ def test_activations_of_chunks_and_micro_batches_are_exact(name, policy):
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if "attn_probs" not in policy])
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_of_kernels_are_exact(name, policy):
-    """Of attention wait the context and a float32 a query and head; nothing of a number a pair."""
+    """Kernels save the attention context and one float32 per query and head; no array has an element per pair."""
     model = dataclasses.replace(MODELS[name], head_dim=16)
-    turn = (list(MODELS).index(name) + POLICIES.index(policy)) % 2  # both meet every model and every policy
+    turn = (list(MODELS).index(name) + POLICIES.index(policy)) % 2  # both occur with every model and with every policy
     platform, fields = (("gpu", {"mesh_tensor": 2}), ("tpu", {"precision_policy": "bf16"}))[turn]
     config = run(policy.replace(",attn_scores", ",attn_lse"), **fields)
     assert run_lib.make(model, config, config.precision.policy, platform).attention.implementation == "pallas"
@@ -113,7 +113,7 @@ def test_log_sums_are_kept_where_a_policy_names_them():
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_head_is_padded_for_data_only_where_it_is_put_together_from_shares(stage):
-    """27 words over 2 devices along `tensor` are 14 on each; shares of them over 3 along `data` make 15."""
+    """27 words over 2 devices along `tensor` are 14 on each; shards of them over 3 along `data` make 15."""
     model = dataclasses.replace(models.LEARNED, vocab_size=27, layers=1, width=16, heads=2, kv_heads=2, mlp_width=12)
     for precision in ("fp32", "bf16"):
         config = run(

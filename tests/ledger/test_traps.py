@@ -1,8 +1,8 @@
-"""Mistakes that planners are known for, each with the report that told of it; and that ours would be caught at them.
+"""Mistakes that planners are known for, each with its report, and checks that ours would be caught making them.
 
-What a backend leaves out is unknown and not 0, and a peak is arguments + outputs + temporaries − aliases: those of
-small programs stand in test_compiled.py, that of a training step here. Two matrices for a gated MLP's three, half of
-the weights' bytes, and keys without values are in test_inference.py.
+A figure that a backend omits is unknown and not 0, and a peak is arguments + outputs + temporaries − aliases: small
+programs are in test_compiled.py, a training step is here. Two matrices for a gated MLP's three, half of the weights'
+bytes, and keys without values are in test_inference.py.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ GPT = dataclasses.replace(models.LEARNED, **SIZES)
 
 
 def run(**fields) -> Config:
-    """4 sequences of 128 tokens, Adam, float32; `fields` are `section_field=value`."""
+    """Returns a run of 4 sequences of 128 tokens, Adam, float32; `fields` are `section_field=value`."""
     config = Config()
     config.train.batch_size, config.data.sequence_length = 4, 128
     config.optimizer.name, config.precision.policy = "adam", "fp32"
@@ -45,7 +45,7 @@ def by_name(ledger: Ledger) -> dict[tuple[str, str], int]:
 
 
 def test_a_donated_state_is_one_buffer_and_not_two():  # jax-ml/jax#18954, #31292; AI-Hypercomputer/maxtext#4514
-    """A whole training step, with its state given to it and without."""
+    """Compiles a whole training step with and without donation of its state."""
     config = run()
     step_spec = programs.make_step_spec(config, BASE, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
@@ -58,7 +58,7 @@ def test_a_donated_state_is_one_buffer_and_not_two():  # jax-ml/jax#18954, #3129
         assert figures["arguments"] == state + 20 * 4 * 128
         wanted = figures["arguments"] + figures["outputs"] + figures["temps"] - figures["aliases"]
         assert figures["peak"] == wanted
-    # Less than the state apart: what is written last is scratch for gradients until then.
+    # They differ by less than the state: the outputs written last serve as scratch for gradients until then.
     assert kept["peak"] > given["peak"]
 
 
@@ -72,10 +72,10 @@ def test_weights_stored_in_16_bit_have_no_copy_in_16_bit():
 
 @pytest.mark.parametrize(("vocabulary", "tensor", "added"), [(509, 2, 1), (509, 4, 3), (512, 4, 0)])
 def test_padding_of_the_vocabulary_is_a_row(vocabulary, tensor, added):  # jax-ml/jax#26946, #27808
-    """One more word a device where the words do not divide, in each array that has them."""
+    """Each array with the vocabulary has extra words per device if the vocabulary does not divide."""
     model = dataclasses.replace(BASE, vocab_size=vocabulary, heads=4, kv_heads=4, tied_embeddings=False)
     found = by_name(training(model, run(mesh_tensor=tensor), "fp32"))
-    zeros = 2 * added * model.width * 4  # embeddings and head, of all devices
+    zeros = 2 * added * model.width * 4  # embeddings and head, all devices
     padding = {
         name: size for (name, phase), size in found.items() if name.startswith("padding") and phase == PERSISTENT
     }
@@ -96,7 +96,7 @@ def test_accumulation_adds_one_buffer():  # google-deepmind/optax#320, #528; AI-
     assert set(added.values()) == {497_759_232}
     assert 497_759_232 == 4 * parameter_count(gpt2) == 4 * 124_439_808
     assert not [key for key in whole if key[0] == "accumulated gradients"]
-    # Of what is exact nothing else is another size but the tokens that wait for their micro-batch.
+    # Of the exact rows, only the tokens that wait for their micro-batch change in size.
     kept = [key for key in whole if key[1] in (PERSISTENT, BOUNDARY) and key in parts]
     assert {name for name, phase in kept if parts[name, phase] != whole[name, phase]} == {"batch"}
     assert len(kept) > 8
@@ -112,7 +112,7 @@ def test_adam_costs_twelve_persistent_bytes():  # the same reports: 12 or 20?
 
 
 def test_memory_that_others_hold_is_not_ours():  # huggingface/transformers#16987, accelerate#2910, vllm#783
-    """A device of 80 GB with 15 GB taken: a run of 70 GB fits it empty, and not so."""
+    """A run of 70 GB fits an empty device of 80 GB, but not with 15 GB in use."""
     h100 = named("h100")
     needs = rows.row("weights", "weights", PERSISTENT, "70 GB", 70 * 10**9)
 
@@ -149,8 +149,8 @@ def test_a_head_left_out_is_caught(monkeypatch):
     assert any(fault.startswith("weights:") for fault in result.faults(0.5))
 
 
-def test_states_are_never_the_whole_bill():  # deepspeedai/DeepSpeed#5102: 0.49 GB told, 14.7 GB seen
-    """The headline is the peak, which has activations, logits and the batch in it."""
+def test_states_are_never_the_whole_bill():  # deepspeedai/DeepSpeed#5102: 0.49 GB reported, 14.7 GB seen
+    """The headline is the peak, which includes activations, logits and the batch."""
     ledger = training(ARCHITECTURES["gpt2"], run(train_batch_size=8, data_sequence_length=1024), "bf16", "gpu")
     kinds = {row.kind for row in ledger.rows if row.phase == ledger.peak_phase}
     assert {"activations", "batch", "gradients"} <= kinds

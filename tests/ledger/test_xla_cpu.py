@@ -1,4 +1,4 @@
-"""Rules of a CPU's workspaces that arithmetic alone can check; XLA's own figures are held in test_memory.py."""
+"""Rules of a CPU's workspaces that arithmetic alone can check; XLA's own figures are checked in test_memory.py."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ TABLE = BASE.vocab_size * BASE.width
 
 
 def phase(config, name, model=BASE):
-    """Row name -> bytes in a phase."""
+    """Returns row name -> bytes in a phase."""
     made = step.step_rows(run_lib.make(model, config, config.precision.policy, "cpu"))
     return {row.name: row.bytes_per_device for row in made if row.phase == name}
 
@@ -28,7 +28,7 @@ def phase(config, name, model=BASE):
         ("momentum", "float32", 0, 4),
         ("lion", "float32", NUMBERS, 4),
         ("momentum", "bfloat16", NUMBERS, 2),
-        ("adamw", "bfloat16", 2 * NUMBERS - TABLE, 2),  # one copy of the table lies in the place of the other's moment
+        ("adamw", "bfloat16", 2 * NUMBERS - TABLE, 2),  # one copy of the table reuses the place of the other's moment
     ],
 )
 def test_moments_that_are_copied(optimizer, dtype, numbers, size):
@@ -37,7 +37,7 @@ def test_moments_that_are_copied(optimizer, dtype, numbers, size):
 
 
 def test_gradients_lie_where_lions_moments_lay():
-    """A float32 gradient fits the place of its array's moment to the byte; without a place, nothing is saved."""
+    """A float32 gradient fits the buffer of its array's moment to the byte; without such a buffer, nothing is saved."""
     config = run(optimizer_name="lion")
     layers = phase(config, BACKWARD)["gradients of layers"]
     assert phase(config, BACKWARD)["copies of old moments"] <= NUMBERS * 4 - layers

@@ -7,7 +7,7 @@ from jaxllm.config import Config
 from jaxllm.ledger.formula.fitted.train import tpu_moments
 from jaxllm.ledger.formula.training_memory import training
 
-# model, (replica, data, tensor, ZeRO stage), optimizer, policy, remat, tokens of a sequence,
+# model, (replica, data, tensor, ZeRO stage), optimizer, policy, remat, tokens per sequence,
 # (batch, accumulate, chunk of attention, chunk of the loss) -> bytes on one v5e (libtpu of JAX 0.10.2).
 PEAKS = {
     (
@@ -38,7 +38,7 @@ def ledger_of(run):
     config.remat.policy, config.data.sequence_length = remat, length
     config.train.batch_size, config.train.accumulate = batch, accumulate
     config.train.attention_chunk, config.train.loss_chunk = attention, loss
-    config.attention.implementation = "xla"  # as they were compiled; of kernels there are cells of the grid
+    config.attention.implementation = "xla"  # as the peaks were compiled; the grid has cells with kernels
     return training(architectures.resolve_config(config), config, policy, "tpu")
 
 

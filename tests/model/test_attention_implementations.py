@@ -1,4 +1,4 @@
-"""Training gives the same loss and gradients whichever implementation computes attention."""
+"""Training gives equal loss and gradients with every attention implementation."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxllm.model import attention as attention_lib
 from jaxllm.step import gradients
 
 LENGTH = 40
-# Grouped heads; as many of both, learned positions; windows and soft caps; each with heads that kernels take.
+# Grouped heads; as many key heads as query heads with learned positions; windows and soft caps. Kernels support each.
 MODELS = {
     name: dataclasses.replace(models.ALL[name], layers=2, head_dim=16, init_std=0.1)
     for name in ("rotary", "learned", "sliding")
@@ -30,7 +30,7 @@ def interpreted(platform):
 
 @functools.cache
 def of_run(name, attention, remat="none"):
-    """(sums, gradients) of a packed batch, two documents a row and padding after them."""
+    """Returns (sums, gradients) of a packed batch with two documents per row followed by padding."""
     model = MODELS[name]
     config = steps.config(data_sequence_length=LENGTH, train_batch_size=2, remat_policy=remat)
     run = steps.Run(config, model)
@@ -41,7 +41,7 @@ def of_run(name, attention, remat="none"):
 
 
 def furthest(got, want):
-    """The largest difference of gradients, over the largest gradient."""
+    """Returns the largest difference of gradients relative to the largest gradient."""
     scale = max(float(jnp.abs(b).max()) for b in jax.tree.leaves(want))
     return max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)) / scale
 
@@ -62,7 +62,7 @@ def test_kernels_train_as_plain_attention_does(name, platform):
 
 
 def test_cudnn_is_asked_for_the_same(monkeypatch):
-    """Its mask, window, scale and order of heads, by JAX's plain form of the same call; a GPU is not needed."""
+    """Checks cuDNN's mask, window, scale and head order with JAX's XLA form of the same call, so no GPU is needed."""
     monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
     rotary = dataclasses.replace(MODELS["sliding"], attention_softcap=0.0)
     monkeypatch.setitem(MODELS, "without a cap", rotary)
@@ -75,7 +75,7 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     "fault", ["window", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("segments", "softcap"))]
 )
 def test_a_fault_is_caught(fault, monkeypatch):
-    """A window one too wide, documents that see each other, a cap that is forgotten."""
+    """Planted faults are detected: a window one too wide, attention across documents, a missing soft cap."""
 
     def broken(q, k, v, a, b, **rules):
         if fault == "window":
@@ -92,7 +92,7 @@ def test_a_fault_is_caught(fault, monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_over_several_devices_is_the_same():
-    """Kernels run over each device's own heads and rows."""
+    """Kernels run on each device's own heads and rows."""
     mesh = {"mesh_data": 2, "mesh_tensor": 2, "mesh_zero": 3}
     config = steps.config(train_batch_size=4, optimizer_name="sgd", remat_policy="names:attn_context,attn_lse", **mesh)
     run = steps.Run(config, MODELS["sliding"])

@@ -1,4 +1,4 @@
-"""Chunked cross entropy against the plain form."""
+"""Chunked cross entropy compared with the plain form."""
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,14 @@ def test_equals_plain_form(softcap, chunk):
     np.testing.assert_allclose(got, want, rtol=1e-6)
     for a, b in zip(got_grads, want_grads, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    # The value alone takes another path through the code than the value with its gradient.
+    # The value alone takes a different code path from the value with its gradient.
     np.testing.assert_allclose(
         cross_entropy(hidden, table, targets, weights, Head(33, softcap, chunk)), want, rtol=1e-6
     )
 
 
 def test_known_value():
-    """-ln 0.72 for probabilities [0.05, 0.72, 0.08, 0.15] and target 1."""
+    """The loss is -ln 0.72 for probabilities [0.05, 0.72, 0.08, 0.15] and target 1."""
     logits = jnp.log(jnp.array([[0.05, 0.72, 0.08, 0.15]]))
     loss = cross_entropy(logits, jnp.eye(4), jnp.array([1]), jnp.ones(1), Head(4, 0.0, 8))
     assert float(loss) == pytest.approx(0.3285, abs=1e-4)
@@ -51,7 +51,7 @@ def test_cotangent_scales_gradients():
 
 
 def test_no_array_of_all_logits():
-    """In the compiled gradient, temporaries stay far under the logits of the whole batch."""
+    """Temporaries of the compiled gradient are much smaller than the logits of the whole batch."""
     M, D, V = 4096, 16, 1024
     args = (jnp.ones((M, D)), jnp.ones((V, D)), jnp.zeros(M, jnp.int32), jnp.ones(M))
 
@@ -75,7 +75,7 @@ def test_bfloat16_hidden_float32_loss():
 
 
 def test_padding_of_the_vocabulary_is_no_word():
-    """Rows beyond the vocabulary, which a mesh may ask for, change neither the loss nor any gradient, and get none."""
+    """Vocabulary rows added as padding for a mesh change neither the loss nor any gradient, and get zero gradient."""
     hidden, table = jax.random.normal(jax.random.key(0), (8, 4)), jax.random.normal(jax.random.key(1), (6, 4))
     padded = jnp.concatenate([table, jnp.full((2, 4), 3.0)])
     targets, weights = jnp.arange(8) % 6, jnp.ones(8)
@@ -87,5 +87,5 @@ def test_padding_of_the_vocabulary_is_no_word():
         np.testing.assert_allclose(padded_h, h, atol=1e-6)
         np.testing.assert_allclose(padded_t[:6], t, atol=1e-6)
         assert not padded_t[6:].any()
-        words = Head(8, softcap, 4)  # counted as words they would show
+        words = Head(8, softcap, 4)  # counted as vocabulary, the padding would change the loss
         assert abs(float(cross_entropy(hidden, padded, targets, weights, words)) - float(want)) > 0.1

@@ -1,4 +1,4 @@
-"""Remat: every policy gives the gradients of `none`, and keeps what it says."""
+"""Rematerialization: every policy gives the gradients of `none` and saves the activations that it names."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ from jaxllm.model import adapter_specs, adapters, specs, transformer
 from jaxllm.model.remat import group_size
 
 POLICIES = ["full", "sqrt", "dots", "names:attn_qkv,mlp_up", "offload:attn_qkv,mlp_gate"]
-# The usual initial values, not the large ones of the small models, which multiply rounding errors layer by layer.
+# Usual initial values: the large ones of the small models multiply rounding errors layer by layer.
 DEEP = {name: dataclasses.replace(model, layers=model.layers + 4, init_std=0.02) for name, model in models.ALL.items()}
 
-# The kernels are for heads of 16 and more.
+# The kernels need heads of 16 or more.
 DEEP["kernels"] = dataclasses.replace(models.SLIDING, layers=2, head_dim=16, init_std=0.02)
 
 
@@ -39,7 +39,7 @@ def loss(params, name, policy, attention=PLAIN):
     hidden, _, aux_loss = transformer.forward(
         params, tokens, positions, DEEP[name], remat=parse(policy), attention=attention
     )
-    # A norm's square would be nearly constant, and its gradient nothing but rounding.
+    # The square of a normalized output is nearly constant, so its gradient would be only rounding errors.
     return (hidden * jax.random.normal(jax.random.key(2), hidden.shape)).mean() + aux_loss
 
 
@@ -52,7 +52,7 @@ def gradients(name, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_those_of_none(name, policy):
     want, got = gradients(name, "none"), gradients(name, policy)
-    # Of the largest gradient there is: that of a key's bias, for one, is nothing but rounding.
+    # Relative to the largest gradient of all leaves: some, such as that of a key bias, are only rounding errors.
     scale = max(float(jnp.abs(b).max()) for b in jax.tree.leaves(want))
     for leaf, a, b in zip(leaf_names(want), jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a / scale, b / scale, atol=1e-6, err_msg=leaf)
@@ -68,7 +68,7 @@ def test_gradients_by_kernels_are_those_of_none(policy):
 
 
 def kept(name, policy):
-    """Numbers that wait between the passes, parameters aside: the residuals of the whole forward pass."""
+    """Returns the number of elements of all residuals of the forward pass, without the parameters."""
     params = inputs(name)[0]
     held = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(p, name, policy), p)[1], params)
     return sum(x.size for x in jax.tree.leaves(held)) - sum(x.size for x in jax.tree.leaves(params))
@@ -78,13 +78,13 @@ def test_policies_keep_less_and_less():
     sizes = [kept("rotary", policy) for policy in ("none", "dots", "names:attn_qkv", "full")]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
-    # Under sqrt the inputs of the groups wait in place of the six blocks' inputs.
+    # With sqrt the inputs of the groups are saved instead of the inputs of the six blocks.
     block, groups = 2 * 16 * DEEP["rotary"].width, 6 // group_size(6, RematPolicy("sqrt"))
     assert kept("rotary", "full") - kept("rotary", "sqrt") == (6 - groups) * block > 0
 
 
 def test_offloaded_activations_leave_the_device():
-    """The tags of `offload:` are put into host memory in the forward pass and fetched in the backward pass."""
+    """Activations tagged in `offload:` are copied to host memory in the forward pass and back in the backward pass."""
 
     def moves(policy):
         text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(inputs("rotary")[0], "rotary", policy))
@@ -98,17 +98,17 @@ def test_offloaded_activations_leave_the_device():
 def test_groups_are_near_the_square_root(repeats, size):
     policy = RematPolicy("sqrt")
     got = group_size(repeats, policy)
-    assert got == size or got * size == repeats  # both sides of the root are as good
+    assert got == size or got * size == repeats  # both divisors next to the root are equally good
     assert group_size(repeats, RematPolicy("full")) == 1
 
 
 def with_kernels(policy):
-    """Arguments of `loss`, by kernels whose steps are plain JAX."""
+    """Returns arguments of `loss` that use kernels whose operations are plain JAX."""
     return inputs("kernels")[0], "kernels", policy, Attention("pallas", "gpu", interpret=True)
 
 
 def test_every_tag_is_given():
-    """Each name that a policy may use is that of something a block of one of the models computes."""
+    """Every tag that a policy may name is given to an activation in some model's block."""
     given = set()
     for name in models.ALL:
         text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(inputs(name)[0], name, "none"))

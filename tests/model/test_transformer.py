@@ -1,4 +1,4 @@
-"""The forward pass against a second, naive implementation written from the papers, and its own invariants."""
+"""The forward pass compared with a naive implementation written from the papers, and its invariants."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ KEY = jax.random.key(0)
 @functools.cache
 def make(model, rows=2, length=20):
     params = specs.initialize(specs.param_specs(model), KEY, jnp.float32)
-    # Norms and biases away from their identities, so that leaving one out shows.
+    # Norms and biases are away from their identities, so that an omitted one is detected.
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     tokens = jax.random.randint(jax.random.key(1), (rows, length), 0, model.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -36,7 +36,7 @@ def logits_of(model, params, tokens, positions, segments=None):
     return np.asarray(jitted_logits(model, params, tokens, positions, segments))
 
 
-# -- a naive reference: one token, one head, one layer at a time, in float64 numpy --
+# -- naive reference: one token, one head, one layer at a time, in float64 NumPy --
 
 
 def naive_norm(x, p, kind, eps):
@@ -46,7 +46,7 @@ def naive_norm(x, p, kind, eps):
 
 
 def naive_rotate(x, position, base, factors, magnitude=1.0):
-    """Factors: one for each pair; what they leave of x is not rotated."""
+    """Rotates `x` with one factor per pair; elements of x beyond the factors are not rotated."""
     half = len(factors)
     out = x.copy()
     for i in range(half):
@@ -57,7 +57,7 @@ def naive_rotate(x, position, base, factors, magnitude=1.0):
 
 
 def naive_positions(x, t, T, kind, m):
-    """One head's query or key at position t of T."""
+    """Applies positions to one head's query or key at position t of T."""
     if m.rope_scaling == "longrope":
         factors = m.rope_long_factors if m.rope_original_context < T else m.rope_short_factors
         magnitude = math.sqrt(1 + math.log(m.rope_factor) / math.log(m.rope_original_context))
@@ -202,7 +202,7 @@ MORE_FAULTS = {
     ids=[*FAULTS, *MORE_FAULTS],
 )
 def test_comparison_catches(name, changes):
-    """Planted faults: the tolerance above is tight enough to see each of them."""
+    """The tolerance above is tight enough to detect each of these planted faults."""
     model = models.ALL[name]
     params, tokens, positions = make(model)
     want = logits_of(model, params, tokens, positions)
@@ -212,7 +212,7 @@ def test_comparison_catches(name, changes):
 
 @pytest.mark.parametrize("name", models.ALL)
 def test_segments_do_not_see_each_other(name):
-    """Two documents packed in one row give what each gives alone."""
+    """Two documents packed in one row give the results that each gives alone."""
     model = models.ALL[name]
     params, tokens, _ = make(model, rows=1, length=20)
     cut = 8
@@ -245,7 +245,7 @@ def test_unrolling_and_attention_in_chunks_change_nothing(name):
 
 
 def test_dropless_routing_ignores_neighbours():
-    """A row's result is the same alone and in a batch that crowds its experts."""
+    """A row gives the same result alone and in a batch that overloads its experts."""
     params, tokens, positions = make(models.EXPERTS, rows=6)
     together = logits_of(models.EXPERTS, params, tokens, positions)
     alone = logits_of(models.EXPERTS, params, tokens[:1], positions[:1])
@@ -269,7 +269,7 @@ def test_balance_loss_is_one_when_even_and_grows_when_not():
 
 
 def test_llama3_frequencies():
-    """The published scaling of Llama 3.2: pairs kept, blended, and divided by 32."""
+    """Llama 3.2's published RoPE scaling: pairs kept, blended, and divided by 32."""
     model = dataclasses.replace(
         models.ROTARY,
         head_dim=64,
@@ -295,7 +295,7 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
     )
     scaled, factor = layers.rope_frequencies(model, "full")
     plain, _ = layers.rope_frequencies(dataclasses.replace(model, rope_scaling="none"), "full")
-    # Pairs that turn 32 times or more in the original context stay; those that turn less than once are divided.
+    # Pairs with 32 or more rotations in the original context are kept; those with less than one are divided.
     turns = 4096 * plain / (2 * np.pi)
     np.testing.assert_allclose((scaled / plain)[turns > 33], 1)
     np.testing.assert_allclose((scaled / plain)[turns < 0.9], 1 / 4)
@@ -304,7 +304,7 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
 
 
 def test_a_sequence_is_long_by_its_own_length_alone():
-    """Longrope: tokens of one row and of one batch have each their own sequence's factors."""
+    """LongRoPE: each token's factors depend on the length of its own sequence, in one row and in one batch."""
     segments = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
     positions = jnp.array([[0, 1, 2, 0, 1, 0, 0, 0]])
     assert layers.last_positions(positions, segments).tolist() == [[2, 2, 2, 1, 1, 0, 0, 0]]
@@ -317,7 +317,7 @@ def test_a_sequence_is_long_by_its_own_length_alone():
 
 
 def test_longrope_in_a_cache_goes_by_its_capacity():
-    """Chunk after chunk gives what the whole sequence does, once the cache's room says that it may become long."""
+    """Chunked and whole prefill agree; the cache's capacity, not the current length, selects long or short factors."""
     model = models.LONGROPE
     params, tokens, positions = make(model)
 
@@ -344,7 +344,7 @@ def test_longrope_in_a_cache_goes_by_its_capacity():
 
 
 def test_longrope_frequencies():
-    """Phi-3's: every pair's own factor, and √(1 + ln 32 / ln 4096) on queries and keys at 32 times 4096 positions."""
+    """LongRoPE of Phi-3: one factor per pair, and √(1 + ln 32 / ln 4096) on q and k for 32 times 4096 positions."""
     model = dataclasses.replace(models.LONGROPE, rope_factor=32.0, rope_original_context=4096)
     plain, _ = layers.rope_frequencies(dataclasses.replace(model, rope_scaling="none"), "full")
     np.testing.assert_allclose(plain, 100.0 ** (-np.arange(3) / 3))
@@ -355,7 +355,7 @@ def test_longrope_frequencies():
 
 
 def test_initial_values_depend_on_place_alone():
-    """Another layer count or a new array changes no other array's initial values."""
+    """Initial values depend only on an array's path: other layer counts and new arrays do not change them."""
     small = specs.initialize(specs.param_specs(models.ROTARY), KEY, jnp.float32)
     large = specs.initialize(
         specs.param_specs(dataclasses.replace(models.ROTARY, layers=2, qk_norm=True)), KEY, jnp.float32

@@ -1,4 +1,4 @@
-"""Where arrays lie: golden tables, padding, and what is refused."""
+"""Placement of arrays on a mesh: golden tables, padding, and what is refused."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def is_placement(node):
 
 
 def split(model, **axes):
-    """name -> partition, of weights under ZeRO 3."""
+    """Returns name -> placement of the weights under ZeRO 3."""
     tree = placements(param_specs(model), MeshConfig(zero=3, **axes), "weights", mixed=True)
     return {
         mesh.path_name(path): placed for path, placed in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_placement)
@@ -27,7 +27,7 @@ def split(model, **axes):
 
 
 def test_llama3_8b_on_four_by_two():
-    """The golden table: every weight over both axes, heads and MLP and vocabulary over tensor."""
+    """Golden table: every weight is sharded over both axes; heads, MLP and vocabulary over tensor."""
     found = {name: placed.axes for name, placed in split(ARCHITECTURES["llama3-8b"], data=4, tensor=2).items()}
     assert found == {
         "embed.tokens": (("tensor", "data"), ()),
@@ -48,7 +48,7 @@ def test_llama3_8b_on_four_by_two():
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b", "gemma3-27b", "gpt2"])
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 1024}, {"data": 64, "tensor": 4}])
 def test_nothing_is_left_whole(name, axes):
-    """Under ZeRO 3 each array is split over `data`, and padding is a small part of a model."""
+    """Under ZeRO 3 each array is sharded over `data`, and padding is a small part of a model."""
     model = ARCHITECTURES[name]
     if model.heads % axes.get("tensor", 1):
         axes = {"data": 64}
@@ -67,11 +67,11 @@ def test_a_vocabulary_that_does_not_divide_is_padded():  # jax#26946, #27808
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=False)
     assert placed.shape == (24, 16)
     assert placed.elements_per_device(sizes) == 3 * 16
-    # Over `data` the other dimension is taken where it divides.
+    # Over `data`, the other dimension is used if it divides.
     sizes = mesh.sizes(MeshConfig(data=8))
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=True)
     assert (placed.shape, placed.axes) == ((17, 16), ((), ("data",)))
-    # 5 over 4: the dimension that takes the fewest zeros.
+    # 5 over 4: the dimension that needs the least padding.
     sizes = mesh.sizes(MeshConfig(data=4))
     placed = placement("embed", (5, 3), ("vocab", "embed"), sizes, zero=True)
     assert (placed.shape, placed.zero_dim, placed.gathered) == ((5, 4), 1, 3)
@@ -121,7 +121,7 @@ def test_the_count_is_the_mesh_s():
 
 
 def test_shares_on_a_device_are_what_jax_says():
-    """`elements_per_device` against NamedSharding's own shard shape."""
+    """Compares `elements_per_device` with NamedSharding's own shard shape."""
     config = MeshConfig(data=2, tensor=2, zero=3)
     devices = mesh.make_mesh(config)
     for name in models.ALL:

@@ -1,4 +1,4 @@
-"""Models are made once for all tests of a file; transformers keeps to itself what it has to say about tiny ones."""
+"""Creates each model once per test file, and silences transformers' messages about tiny models."""
 
 import pytest
 import tiny
@@ -12,7 +12,7 @@ transformers.logging.disable_progress_bar()
 
 @pytest.fixture(scope="module", params=tiny.CASES)
 def case(request, tmp_path_factory):
-    """(theirs, the folder it is saved in, ours)."""
+    """Returns (transformers model, folder it is saved in, jaxllm model)."""
     theirs = tiny.build(request.param)
     folder = tiny.save(theirs, tmp_path_factory.mktemp(request.param))
     return theirs, folder, open_model(str(folder))

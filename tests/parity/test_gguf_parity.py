@@ -1,6 +1,6 @@
-"""GGUF files against llama.cpp: every family that we write, and a released model that we read.
+"""GGUF files compared with llama.cpp: every family that jaxllm writes, and a released model that it reads.
 
-llama.cpp's cache is set to float32. For SmolLM2 see also `experiments/smollm2_vs_llamacpp.py`, which has the figures.
+llama.cpp's cache uses float32. For SmolLM2 see also `experiments/smollm2_vs_llamacpp.py`, which has the figures.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ import smollm2_vs_llamacpp as comparison
 
 pytest.importorskip("cyllama")
 
-TOLERANCE = 1e-4  # of the largest logit
+TOLERANCE = 1e-4  # relative to the largest logit
 PROMPT = np.array([(7 * i * i + 3 * i) % 250 for i in range(600)], np.int32)
-# llama.cpp knows no window in these: the same up to it.
+# llama.cpp ignores the window of these models, so results agree only up to the window's length.
 WINDOWLESS = {"mistral": 6}
 
 
@@ -43,7 +43,7 @@ def of_llama_cpp(path, ids, context=1024):
 
 
 def differences(model, params, path, ids, context=1024):
-    """Largest difference of a logit for each token, over the largest logit of all."""
+    """Returns the largest logit difference of each token, relative to the largest logit of all."""
     opened = dataclasses.replace(gguf.open_file(path), model=model)
     ours = comparison.our_logits(opened, params, ids)
     return np.abs(ours - of_llama_cpp(path, ids, context)).max(-1) / np.abs(ours).max()
@@ -54,7 +54,7 @@ def difference(*arguments):
 
 
 def in_a_table(gate, kind):
-    """GELU as ggml has it on a CPU: looked up by its argument in 16 bits, in 16 bits."""
+    """Computes GELU as ggml does on a CPU: a lookup table with a 16-bit argument and a 16-bit result."""
     if kind == "swiglu":
         return jax.nn.silu(gate)
     looked_up = jax.nn.gelu(gate.astype(jnp.float16).astype(jnp.float32), approximate=True).astype(jnp.float16)
@@ -62,17 +62,20 @@ def in_a_table(gate, kind):
 
 
 def assert_same(name, found):
-    """Every token is within the tolerance. Of Gemma 3's six layers, now and then a hidden unit of a GELU falls on the
-    other side of a 16-bit step of ggml's table: single tokens are off by up to 1.5e-4, the others by 3e-6."""
+    """Asserts that every token is within the tolerance.
+
+    In Gemma 3's six layers a hidden unit of a GELU sometimes falls on the other side of a 16-bit step of ggml's table:
+    single tokens are off by up to 1.5e-4, the others by 3e-6.
+    """
     if name == "gemma3":
         assert np.median(found) < TOLERANCE / 5
     assert found.max() < (5 if name == "gemma3" else 1) * TOLERANCE
 
 
 def sized(name):
-    """A model with a vocabulary that holds bytes, and with room for a long prompt."""
+    """Returns a model whose vocabulary includes the bytes and whose context fits a long prompt."""
     model = dataclasses.replace(gguf_models.FAMILIES[name][1], vocab_size=264)
-    if name == "gemma3":  # llama.cpp b9190 does not read the pattern of these: every sixth layer is full
+    if name == "gemma3":  # llama.cpp b9190 does not read the layer pattern of these: every sixth layer is full
         model = dataclasses.replace(model, pattern=("sliding",) * 5 + ("full",), layers=6)
     if model.rope_scaling == "longrope":
         model = dataclasses.replace(model, rope_original_context=512, rope_factor=4.0, context_length=2048)
@@ -87,7 +90,7 @@ def test_llama_cpp_computes_what_we_do(name, tmp_path, monkeypatch):
     path = tmp_path / "m.gguf"
     gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
     ids = PROMPT[: WINDOWLESS.get(name, 48)]
-    # By the length of the context that is asked for, llama.cpp takes Phi-3's long factors or its short ones.
+    # llama.cpp selects Phi-3's long or short factors by the requested context length.
     assert_same(name, differences(model, params, path, ids, 512 if name == "phi3" else 1024))
 
 
@@ -98,7 +101,7 @@ def test_long_prompts_past_every_threshold(name, tmp_path, monkeypatch):
     params = gguf_models.random_params(model, scale=0.3)
     path = tmp_path / "m.gguf"
     gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
-    ids = PROMPT[:100] if name == "gemma3" else PROMPT  # the only threshold of Gemma is its window
+    ids = PROMPT[:100] if name == "gemma3" else PROMPT  # Gemma's only threshold is its window
     assert_same(name, differences(model, params, path, ids, 1024))
 
 
@@ -117,7 +120,7 @@ def test_a_wrong_file_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0"])
 def test_llama_cpp_loads_what_is_rounded(quantization, tmp_path):
-    """It rounds activations too, so it is held against our logits of the rounded numbers more loosely."""
+    """llama.cpp also rounds activations, so the comparison with jaxllm's logits of rounded weights is looser."""
     model = dataclasses.replace(sized("llama"), width=64, heads=4, head_dim=16, mlp_width=64)
     path = tmp_path / "m.gguf"
     gguf.write(path, model, gguf_models.random_params(model, scale=0.3), ByteTokenizer(), quantization=quantization)
@@ -126,7 +129,7 @@ def test_llama_cpp_loads_what_is_rounded(quantization, tmp_path):
 
 
 def test_llama_cpp_reads_bytes_as_bytes(tmp_path):
-    """The tokenizer of single bytes, as it is and as a tokenizer.json."""
+    """The byte tokenizer gives equal ids in llama.cpp, as it is and as a tokenizer.json."""
     model, text = sized("llama"), "alpha, é\n\t 日本 🔥 <|endoftext|>  x"
     params = gguf_models.random_params(model)
     for tokenizer in (ByteTokenizer(), byte_file.as_json()):

@@ -1,4 +1,4 @@
-"""Adapters that training applies to activations, exported, are the same change of transformers' own weights."""
+"""LoRA: adapters applied to activations in training, once exported, equal the merged weights in transformers."""
 
 import json
 
@@ -29,7 +29,7 @@ CASES = {
 
 
 def adapted_logits(ours, lora, pairs, tokens):
-    """Of the model with its adapters beside the weights, as a training step has them."""
+    """Returns the logits of the model with unmerged adapters, as in a training step."""
     params = adapters.joined(ours.load(np.float32), adapters.scaled(pairs, adapters.scale_of(lora)))
 
     def run(params, tokens):
@@ -40,7 +40,7 @@ def adapted_logits(ours, lora, pairs, tokens):
 
 
 def changed(theirs, folder, scale=None):
-    """Their model with (lora_alpha / r) · lora_B · lora_A added to each weight that has both."""
+    """Returns the transformers model with (lora_alpha / r) · lora_B · lora_A added to each adapted weight."""
     told = json.loads((folder / "adapter_config.json").read_text())
     files = TensorFiles.of(read_header(folder / "adapter_model.safetensors"))
     used = 0
@@ -70,7 +70,7 @@ def test_exported_adapters_make_the_same_model(name, tmp_path):
     tokens = prompt(40)
     found = adapted_logits(ours, lora, pairs, tokens)
     assert distance(found, their_logits(changed(tiny.build(name), folder), tokens)) <= TOLERANCE
-    # Planted: without the scale, and without adapters, it is another model.
+    # Planted faults: without the scale, or without adapters, the logits differ.
     assert distance(found, their_logits(changed(tiny.build(name), folder, scale=1.0), tokens)) > 10 * TOLERANCE
     assert distance(found, their_logits(tiny.build(name), tokens)) > 10 * TOLERANCE
     again = peft.onto(ours, folder).load(np.float32)

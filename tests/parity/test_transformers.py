@@ -1,4 +1,4 @@
-"""Our models against transformers' own, family by family: logits, continuations, gradients, and folders both ways."""
+"""Models compared with transformers, family by family: logits, continuations, gradients, and folders both ways."""
 
 import dataclasses
 import types
@@ -26,7 +26,7 @@ from jaxllm.parallel.collectives import SINGLE_DEVICE
 from jaxllm.step.gradients import loss_sums
 
 TOLERANCE = 1e-4
-# Within every window and context, and past all of them.
+# Within every window and context, and beyond all of them.
 LENGTHS = (7, 100)
 
 
@@ -49,12 +49,12 @@ def our_logits(model, params, tokens: np.ndarray) -> np.ndarray:
 
 
 def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Largest difference, relative to the largest number."""
+    """Returns the largest difference relative to the largest value."""
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 class Letters(Tokenizer):
-    """Every id is one character."""
+    """Tokenizer that maps every id to one character."""
 
     def __init__(self):
         super().__init__([bytes([32 + i]) for i in range(tiny.VOCABULARY)])
@@ -73,18 +73,18 @@ def test_logits(case, length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_greedy_continuation(case, length, request, tmp_path):
-    """64 tokens, ours from the cache."""
+    """Greedy continuations of 64 tokens agree; jaxllm decodes with its cache."""
     theirs, _, ours = case
     if ours.model.rope_scaling == "longrope" and length < tiny.ORIGINAL:
-        # Transformers changes the factors when a text outgrows its original context; a cache of ours is made for one
-        # kind or the other by its size (`transformer._angles`). So the short run stays within.
+        # Transformers switches the factors when a text outgrows its original context; a jaxllm cache selects one set
+        # by its capacity (`transformer._angles`). So the short run stays within the original context.
         name = request.node.callspec.params["case"]
         theirs = tiny.build(name, original_max_position_embeddings=128)
         ours = open_model(str(tiny.save(theirs, tmp_path)))
     tokens = prompt(length)
     theirs.generation_config.pad_token_id = 0
     asked = torch.tensor(tokens[None])
-    with torch.no_grad():  # without a mask it would take tokens 0 of the prompt for padding
+    with torch.no_grad():  # without a mask it would treat tokens 0 of the prompt as padding
         wanted = theirs.generate(
             asked, attention_mask=torch.ones_like(asked), max_new_tokens=64, do_sample=False, eos_token_id=None
         )
@@ -95,7 +95,7 @@ def test_greedy_continuation(case, length, request, tmp_path):
 
 
 def test_loss_and_gradients(case, tmp_path):
-    """Of a batch, as training takes them, tensor by tensor under the names of the checkpoint."""
+    """Loss and gradients of a training batch agree, tensor by tensor under the checkpoint's names."""
     theirs, _, ours = case
     tokens = np.stack([prompt(41), prompt(42)[:41]])
     theirs.zero_grad()
@@ -115,7 +115,7 @@ def test_loss_and_gradients(case, tmp_path):
     value, gradient = step(ours.load(np.float32), batch)
     assert abs(float(value) - loss.item()) <= TOLERANCE * loss.item()
 
-    # Their gradients, written as weights are: under the published names.
+    # jaxllm gradients, exported like weights under the published names.
     with torch.no_grad():
         carrier = type(theirs)(theirs.config)
         for mine, parameter in zip(carrier.parameters(), theirs.parameters(), strict=True):
@@ -123,7 +123,7 @@ def test_loss_and_gradients(case, tmp_path):
     files = TensorFiles(tiny.save(carrier, tmp_path))
     found = dict(rules.save(model, folder_rules.make(model, ours.family), gradient))
     assert found.keys() == files.entries.keys()
-    # Some gradients are nothing but rounding (softmax does not see a bias on keys): they are held to the others' scale.
+    # Some gradients are only rounding errors (softmax ignores a key bias): these are compared at the others' scale.
     largest = max(np.abs(files.read(name)).max() for name in files.entries)
     for name, ours_of_it in found.items():
         wanted = files.read(name)
@@ -167,7 +167,7 @@ def test_export_and_import_again(case, tmp_path):
     ],
 )
 def test_a_wrong_number_is_noticed(name, fault, tmp_path):
-    """Planted faults: each alone must break the parity of the long prompt."""
+    """Each planted fault alone breaks parity on the long prompt."""
     theirs = tiny.build(name)
     ours = open_model(str(tiny.save(theirs, tmp_path)))
     params, tokens = ours.load(np.float32), prompt(100)

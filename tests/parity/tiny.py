@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made and saved by transformers itself."""
+"""Tiny random models of every family, created and saved by transformers itself."""
 
 import copy
 import pathlib
@@ -7,7 +7,7 @@ import torch
 import transformers
 
 VOCABULARY = 97
-ORIGINAL = 32  # positions before scaling, where positions are scaled
+ORIGINAL = 32  # positions before scaling, for models with scaled positions
 WINDOW = 16
 
 _SIZES = {
@@ -18,7 +18,7 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.15,  # several times the usual: what is small would hide what is wrong
+    "initializer_range": 0.15,  # several times the usual, since small values would hide errors
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
@@ -44,7 +44,7 @@ def _longrope(pairs: int) -> dict:
     }
 
 
-# Name -> (configuration class, what is not in _SIZES, None to leave something out).
+# Name -> (configuration class, fields that differ from _SIZES; None omits a field).
 CASES = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"num_key_value_heads": 1, "rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
@@ -98,9 +98,9 @@ _GPT2 |= {"max_position_embeddings": "n_positions", "intermediate_size": None, "
 
 
 def build(name: str, **changes):
-    """The model, float32, of a seed of its own. No weight of a norm and no bias is what would do nothing."""
+    """Returns a float32 model seeded by its name; norm weights and biases are away from their identities."""
     kind, more = CASES[name]
-    fields = copy.deepcopy(_SIZES | more | changes)  # transformers writes into what it is given
+    fields = copy.deepcopy(_SIZES | more | changes)  # copied because transformers modifies its arguments
     if kind == "GPT2":
         fields = {_GPT2.get(key, key): value for key, value in fields.items() if _GPT2.get(key, key)}
     config = getattr(transformers, f"{kind}Config")(**fields)

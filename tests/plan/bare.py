@@ -1,4 +1,4 @@
-"""A run that sets nothing."""
+"""Configuration file that sets nothing."""
 
 from jaxllm.config import Config
 

@@ -1,4 +1,4 @@
-"""Confirming by the compiler: what does not fit there is dropped, and the next takes its place."""
+"""Confirmation by the compiler: a plan that does not fit is dropped, and the next takes its place."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The planning command, as a person runs it."""
+"""The planning command, run as a user runs it."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ import runs
 
 from jaxllm.plan.render import WIDTH
 
-# One process for all: what a command prints and how it ends, for each list of arguments.
+# One process for all: the output and exit status of a command for each list of arguments.
 DRIVER = """
 import contextlib, io, json, sys
 from absl.testing import flagsaver
@@ -110,7 +110,7 @@ def test_json_is_one_object_and_its_overrides_are_the_best(results):
 
 
 def test_the_overrides_make_that_bill(results):
-    """jaxllm.ledger, of a file that says nothing, with the overrides as they are printed."""
+    """The printed overrides, on a bare configuration file, give the same bill in jaxllm.ledger."""
     best = json.loads(results["train json"][1])["best"]
     bare = runs.ROOT / "tests" / "plan" / "bare.py"
     child = runs.command("jaxllm.ledger", f"--config={bare}", "--device=l4", "--json", *best["overrides"])
@@ -128,7 +128,7 @@ def test_of_a_file_model_data_and_optimizer_hold(results):
 
 
 def printed(out, module):
-    """The words of a command as it is printed."""
+    """Returns the words of a printed command."""
     return shlex.split(out[out.index(f"python -m {module}") :].replace("\\\n", " ").splitlines()[0])
 
 
@@ -137,7 +137,7 @@ def test_what_the_person_has_typed_is_in_the_commands(results, weights, task, mo
     status, out, err = results[f"typed {task}"]
     assert status == 0, err
     typed = {word.replace(WEIGHTS, str(weights)) for word in COMMANDS[f"typed {task}"] if word.startswith("--config.")}
-    typed.discard("--config.mesh.data=2")  # the plan's to choose
+    typed.discard("--config.mesh.data=2")  # the plan chooses it
     for module in modules:
         words = printed(out, f"jaxllm.{module}")
         assert typed <= set(words), (typed, words)
@@ -159,7 +159,7 @@ def test_inference(results):
 
 
 def test_the_best_way_to_sample_is_a_command_that_makes_that_bill(results):
-    """As it is printed, of a file that says nothing; the best of this model on this device has integers for weights."""
+    """The printed command gives the same bill on a bare file; the best plan here has integer weights."""
     status, out, _ = results["infer text"]
     assert status == 0
     words = shlex.split(out[out.index("python -m jaxllm.ledger") :].replace("\\\n", " "))
@@ -214,7 +214,7 @@ def test_bad_input_is_one_line(results, command, parts):
 
 
 def test_a_compiler_that_is_not_there_is_named(results):
-    """If it is installed, the best is compiled."""
+    """A missing compiler is named; if it is installed, the best plan is compiled."""
     status, out, err = results["compiler"]
     if importlib.util.find_spec("jax_cuda12_plugin"):
         assert (status, "compiled" in out) == (0, True), err

@@ -1,4 +1,4 @@
-"""The search for ways to sample: what fits, in which order, and what is told where nothing does."""
+"""The search for ways to sample: what fits, in which order, and what is reported if nothing does."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_what_would_fit_where_nothing_does():
     helping = {remedy.flags.partition("=")[0]: remedy for remedy in inference.remedies(found, 0.05)}
     device = helping["--device"].flags.partition("=")[2]
     assert detect.named(device).memory_bytes * 0.95 >= helping["--device"].peak_bytes
-    assert "--batch" not in helping  # the weights alone are too much
+    assert "--batch" not in helping  # the weights alone do not fit
     tight = search(batches=(6,), weights=("bf16",), caches=("bf16",))
     helping = {remedy.flags.partition("=")[0]: remedy for remedy in inference.remedies(tight, 0.05)}
     assert set(helping) == {"--batch", "--context", "--weights", "--cache", "--device"}

@@ -1,4 +1,4 @@
-"""The search for training runs: against brute force, and what a person expects of any plan."""
+"""The search for training runs: against brute force, and against what users expect of any plan."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ CHUNKS = ((64, 16), (16, 4))
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_chunks():
-    """Chunks that a sequence of 64 tokens has several of."""
+    """Shortens the chunks, so that a sequence of 64 tokens has several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(space, "CHUNKS", CHUNKS)
         patch.setattr(space, "LEAST_CHUNK", 4)
@@ -50,14 +50,14 @@ def small(count: int = 4, batch: int = 4, **fields) -> Space:
 
 
 def forget():
-    """Nothing that was counted before is left."""
+    """Clears the caches of earlier counts."""
     for cached in (layout._leaves, layout._placed, layout.layout_of, optimizer_slots._held, optimizer_slots._counted):
         cached.cache_clear()
     states._stored.cache_clear()
 
 
 def every_choice(searched: Space):
-    """All that the fields of a configuration allow, whether a plan would look at it or not."""
+    """Yields every combination that the fields of a configuration allow, whether a plan would consider it or not."""
     divisors = [size for size in range(1, searched.count + 1) if searched.count % size == 0]
     meshes = [
         mesh
@@ -83,7 +83,7 @@ def configured(base: Config, choice: Choice) -> Config:
 
 
 def brute_force(searched: Space) -> list[tuple[int, tuple, Choice]]:
-    """(peak, rank, choice) of every valid choice; nothing is remembered from one to the next."""
+    """Returns (peak, rank, choice) of every valid choice; caches are cleared between choices."""
     found = []
     for choice in every_choice(searched):
         config = configured(searched.base, choice)
@@ -109,7 +109,7 @@ def best_of(everything, budget: int) -> Choice:
 
 
 def budgets(everything) -> list[int]:
-    """From what one choice fits in to what all do."""
+    """Returns budgets from one that a single choice fits to one that all fit."""
     peaks = sorted(peak for peak, _, _ in everything)
     return [peaks[0], peaks[len(peaks) // 100], peaks[len(peaks) // 10], peaks[len(peaks) // 2], peaks[-1]]
 
@@ -198,7 +198,7 @@ def test_more_devices_are_never_slower():
 def test_what_fits_on_fewer_devices_fits_on_more():
     fits = [bool(training.search(small(count, batch=8), H100, 1_000_000).fitting) for count in (1, 2, 4, 8)]
     assert fits == sorted(fits)
-    assert len(set(fits)) == 2  # the budget is one that tells them apart
+    assert len(set(fits)) == 2  # the budget is one that separates them
 
 
 def test_a_tie_goes_to_the_simpler():
@@ -212,7 +212,7 @@ def test_a_tie_goes_to_the_simpler():
 def test_rates_that_are_not_known_come_last():
     nobody = dataclasses.replace(H100, interconnect=None, network=None)
     found = training.search(small(), nobody, 10**12)
-    assert all(verdict.unknown for verdict in found.fitting)  # four devices always send each other something
+    assert all(verdict.unknown for verdict in found.fitting)  # four devices always communicate
     without_link = training.search(small(1), dataclasses.replace(H100, host_link=None), 3_000_000)
     known = [not verdict.unknown for verdict in without_link.fitting]
     assert known == sorted(known, reverse=True)
@@ -228,7 +228,7 @@ def test_nothing_is_offloaded_on_a_cpu():
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_what_the_trainer_would_refuse_is_not_planned(optimizer):
-    """Neither offloading nor a mesh that pads: the best of many starts."""
+    """The plan has no choice that the trainer refuses (offloading, a mesh that pads): the best of many starts."""
     config = run(batch=8, optimizer=optimizer, vocab_size=67)
     model = architectures.resolve_config(config)
     searched = Space(config, model, 4, "gpu", ("bf16", "fp32"), ("float32",), remats=("none", "full"))
@@ -262,7 +262,7 @@ def test_remedies_fit_and_the_count_is_the_smallest():
 
 
 def test_what_would_fit_is_typed_as_the_run_was(monkeypatch):
-    """A file's fields are changed by --config.…; the plan's own flags for them go with a model's name only."""
+    """A file's fields are changed by --config.…; the plan's own flags for them apply only with a model's name."""
     monkeypatch.setattr(remedies, "_needs", lambda space, budget: 1)
     monkeypatch.setattr(remedies, "SHORTEST", 1)
     found = training.search(small(1), H100, 1)

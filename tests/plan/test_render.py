@@ -1,4 +1,4 @@
-"""Tables that nothing is cut from."""
+"""Tables are rendered without truncation."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""What the properties are drawn from: small models of every published family, and runs of them."""
+"""Hypothesis strategies for the property tests: small models of every published family, and runs of them."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from jaxllm.ledger.rows import BOUNDARY, HOST, Ledger
 
 POLICIES = ("fp32", "bf16", "fp16", "bf16_pure")
 REMAT = ("none", "full", "sqrt", "dots", "names:attn_qkv,mlp_up", "offload:attn_context")
-# Numbers of a model that others of its family have otherwise.
+# Fields in which models of one family differ.
 _SIZES = {
     *("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "context_length", "window"),
     *("experts", "experts_per_token", "norm_eps", "init_std", "embedding_scale", "query_scale", "router_aux_weight"),
@@ -26,12 +26,12 @@ _SIZES = {
     *("rope_dim", "rope_short_factors", "rope_long_factors", "rope_attention_factor"),
 }
 
-closed_form = settings(max_examples=60, deadline=None)  # some milliseconds each
+closed_form = settings(max_examples=60, deadline=None)  # a few milliseconds each
 traced = settings(max_examples=12, deadline=None)  # a tenth of a second each
 
 
 def _families() -> dict[str, str]:
-    """Name of one published model -> the structure that it has alone, or shares with those not named here."""
+    """Returns the name of the first published model of each structure -> that structure."""
     found: dict[str, str] = {}
     for name, model in ARCHITECTURES.items():
         fields = {key: value for key, value in vars(model).items() if key not in _SIZES}
@@ -47,7 +47,7 @@ FAMILIES = tuple(_families())
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training run.
+    """A training run to bill: model, configuration, precision policy and platform.
 
     Attributes:
       policy: fp32 | bf16 | fp16 | bf16_pure.
@@ -60,7 +60,7 @@ class Case:
     platform: str
 
     def but(self, **fields) -> "Case":
-        """The same with other fields: a model's, or a configuration's as `section_field`."""
+        """Returns a copy with other fields: a model's, or a configuration's as `section_field`."""
         config, model = copy.deepcopy(self.config), self.model
         for name, value in fields.items():
             section, _, field = name.partition("_")
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def ledger(self) -> Ledger:
-        """Without a TPU's tile padding (`test_tiles.py`). Rejected where the trainer would not start it."""
+        """The ledger without TPU tile padding (`test_tiles.py`). Rejects the draw if the trainer would refuse it."""
         try:
             ledger = training_memory.training(self.model, self.config, self.policy, self.platform)
             return dataclasses.replace(ledger, rows=tuple(row for row in ledger.rows if row.kind != "tile padding"))
@@ -83,7 +83,7 @@ class Case:
 
 
 def evaluated(formula: str) -> Fraction:
-    """The arithmetic of a row's formula, without its words; `8 bits` are a byte, and ", " begins a remark."""
+    """Evaluates the arithmetic of a row's formula, without its words; `8 bits` are a byte, and ", " begins a remark."""
     text = formula.rpartition(" = ")[0].partition(", ")[0].replace(",", "")
     text = re.sub(r"(\d+) bits", r"\1 / 8", text)
     text = re.sub(r"[A-Za-z][A-Za-z'-]*", "", text)
@@ -94,7 +94,7 @@ def evaluated(formula: str) -> Fraction:
 
 
 def row_bytes(ledger: Ledger, phase: str) -> dict[str, int]:
-    """Of a phase's rows, by name."""
+    """Returns the bytes of a phase's rows, by name."""
     return {row.name: row.bytes_per_device for row in ledger.rows if row.phase == phase}
 
 
@@ -103,19 +103,19 @@ def padding(ledger: Ledger) -> int:
 
 
 def state_bytes(ledger: Ledger) -> int:
-    """Of all that persists, in the device's memory or the host's."""
+    """Returns the bytes of all persistent state, in device and host memory."""
     return ledger.persistent_bytes + ledger.host_bytes - ledger.kind_bytes("activations", HOST)
 
 
 def activations(ledger: Ledger) -> int:
-    """Of what waits for the backward pass, in the device's memory or the host's."""
+    """Returns the bytes of saved activations, in device and host memory."""
     return ledger.kind_bytes("activations", BOUNDARY) + ledger.kind_bytes("activations", HOST)
 
 
 def known_bytes(ledger: Ledger) -> int:
-    """Of what is exact and shared: state, what waits for the backward pass, and sums of gradients; padding aside.
+    """Returns the exact sharded bytes: state, saved activations and gradient accumulators, without padding.
 
-    XLA's own space is not among it: there is more of it with each stage of ZeRO, and it is not monotone.
+    XLA's workspace is excluded: it grows with the ZeRO stage, and it is not monotone.
     """
     return (
         state_bytes(ledger)
@@ -127,7 +127,7 @@ def known_bytes(ledger: Ledger) -> int:
 
 @st.composite
 def models(draw, families=FAMILIES) -> Architecture:
-    """A model of one of these families with other sizes."""
+    """Draws a model of one of these families with other sizes."""
     base = ARCHITECTURES[draw(st.sampled_from(families))]
     kv_heads = draw(st.integers(1, 4))
     head_dim = draw(st.sampled_from([8, 16, 64]))
@@ -176,15 +176,17 @@ def configs(draw, policy: str, tensor: int = 1) -> Config:
 
 @st.composite
 def cases(draw, families=FAMILIES, split: bool = False) -> Case:
-    """A run.
+    """Draws a training run.
 
     Args:
-      split: over `tensor` too.
+      draw: Hypothesis's draw function.
+      families: names of the models whose structure may be drawn.
+      split: shard over `tensor` too.
     """
     policy = draw(st.sampled_from(POLICIES))
     tensor = draw(st.sampled_from([1, 2])) if split else 1
     config, model = draw(configs(policy, tensor)), draw(models(families))
-    if tensor > 1:  # what is split over it divides, and so does a bias of the MLP, which has no other dimension
+    if tensor > 1:  # dimensions sharded over it divide, and so does a bias of the MLP, which has no other dimension
         shares = {"heads": tensor, "kv_heads": tensor, "mlp_width": 2 * tensor * config.mesh.data}
         model = dataclasses.replace(model, **{field: ways * getattr(model, field) for field, ways in shares.items()})
     return Case(model, config, policy, draw(st.sampled_from(["cpu", "gpu", "tpu"])))

@@ -72,7 +72,7 @@ CHANGES = {
 
 
 def footprint(model):
-    """What a model is to the rest of the system: its specs, and its program with every constant."""
+    """Returns all that the system uses of a model: its specs, and its program with every constant."""
     tree = specs.param_specs(model)
     tokens = jnp.zeros((1, 8), jnp.int32)
 
@@ -96,14 +96,14 @@ def test_model_field_is_read(field):
 
 
 def test_the_footprint_ignores_what_does_not_matter():
-    """A field that the model has no use for changes nothing, so a change above is the field's doing."""
+    """A field that the model does not use changes nothing, so a change above is due to the field."""
     unused = dataclasses.replace(models.ROTARY, window=3, rope_beta_fast=7.0, experts_per_token=9)
     unused = dataclasses.replace(unused, qk_norm_over="projection", rope_long_factors=(2.0,))
     assert footprint(unused) == footprint(models.ROTARY)
 
 
 def ledger_rows(**fields):
-    """Of a run on 2 × 2 devices; `fields` are `section_field=value`."""
+    """Returns the rows of a run on 2 × 2 devices; `fields` are `section_field=value`."""
     config = runs.tiny_config("unused", mesh_data=2, mesh_replica=2, train_batch_size=16, train_accumulate=2)
     config.model.kv_heads, config.remat.policy = 2, "names:attn_qkv"
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""How a bill changes with the run: more of anything costs more, and keeping less keeps less."""
+"""Growth of a bill with the run: more of anything costs more, and stronger remat saves less."""
 
 import dataclasses
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from jaxllm.ledger.formula.exact import block_graph
 from jaxllm.ledger.rows import BOUNDARY
 
-STRENGTHS = ("none", "dots", "full")  # of remat, from the weakest
+STRENGTHS = ("none", "dots", "full")  # of remat, weakest first
 
 
 @pytest.mark.parametrize("what", ["batch", "length", "layers", "width", "vocabulary"])
 def test_more_of_anything_never_costs_less(what):
-    """Of all that is exact. XLA's own space is not monotone: more tokens may be too many for one chunk of the loss."""
+    """Covers all exact bytes. XLA's workspace is not monotone: more tokens may exceed one chunk of the loss."""
 
     @draws.closed_form
     @given(draws.cases())
@@ -23,7 +23,7 @@ def test_more_of_anything_never_costs_less(what):
         model = case.model
         if what == "layers" and model.repeats <= model.unroll:
             case = case.but(layers=model.layers + len(model.pattern) * model.unroll)
-        # Groups of `sqrt` are divisors of the layers: more layers may have better ones.
+        # The groups of `sqrt` are divisors of the layers: more layers may have better ones.
         assume(what != "layers" or case.config.remat.policy != "sqrt")
         if what == "batch":
             larger = case.but(train_batch_size=2 * case.config.train.batch_size)
@@ -45,7 +45,7 @@ def test_more_of_anything_never_costs_less(what):
 @draws.closed_form
 @given(draws.cases(split=True), st.integers(2, 5))
 def test_activations_are_linear_in_the_batch(case, times):
-    """But for the rows of experts, which fill up whole blocks, and the one count that they keep."""
+    """Except for the rows of experts, which fill whole blocks, and the one count that they save."""
     model = case.model
     before, after = case.ledger, case.but(train_batch_size=times * case.config.train.batch_size).ledger
 
@@ -74,7 +74,7 @@ def test_activations_are_linear_in_the_batch(case, times):
 @draws.closed_form
 @given(draws.cases(split=True))
 def test_stronger_remat_keeps_less(case):
-    """Less waits for the backward pass."""
+    """Stronger remat leaves fewer saved activations."""
     ledgers = [case.but(remat_policy=policy).ledger for policy in STRENGTHS]
     kept = [draws.activations(ledger) for ledger in ledgers]
     assert kept == sorted(kept, reverse=True)
@@ -84,16 +84,16 @@ def test_stronger_remat_keeps_less(case):
 @draws.closed_form
 @given(draws.cases(split=True))
 def test_stronger_remat_lowers_the_peak_of_deep_models(case):
-    """From some layers on, what they would have kept outweighs one block's temporaries."""
+    """From some depth on, the activations not saved outweigh one block's temporaries."""
     case = case.but(layers=case.model.layers + 12 * len(case.model.pattern))
     peaks = [case.but(remat_policy=policy).ledger.peak_bytes for policy in STRENGTHS]
     assert peaks == sorted(peaks, reverse=True)
 
 
 def test_remat_of_a_single_wide_block_raises_the_peak():
-    """While the only block is made again, all of it is there, beside what remaking takes: nothing is won.
+    """While the only block is recomputed, all its activations exist beside the recomputation's temporaries.
 
-    XLA too needs more where one block of width 64 with an MLP of 2048 keeps less (JAX 0.10.2's CPU, bfloat16, 512
+    XLA also needs more where one block of width 64 with an MLP of 2048 saves less (JAX 0.10.2's CPU, bfloat16, 512
     tokens): 21.2, 23.1 and 23.6 MiB under none, dots and full.
     """
     sizes = {"layers": 1, "width": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "mlp_width": 2048, "vocab_size": 64}

@@ -1,4 +1,4 @@
-"""Inference: training's weights and nothing of its other rows, and a cache that grows until it may stop."""
+"""Inference has training's weights and none of its other rows, and a cache that grows until it may stop."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ GONE = {"gradients", "gradient accumulator", "optimizer", "activations", "master
 @draws.closed_form
 @given(draws.cases())
 def test_inference_is_training_without_gradients_optimizer_and_activations(case):
-    """Its weights are those that training stores, in the same dtype."""
+    """Inference weights equal those that training stores, in the same dtype."""
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, mesh=MeshConfig()))
     case = case.but(optimizer_offload="none")
     for policy, dtype in (("fp32", "fp32"), ("bf16_pure", "bf16")):

@@ -1,4 +1,4 @@
-"""What holds for every ledger: sums, names, JSON, and the time that a closed form takes."""
+"""Properties of every ledger: sums, names, JSON, and the time that a closed form takes."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_rows_sum_to_the_peak(case):
 @draws.closed_form
 @given(draws.cases(split=True))
 def test_formulas_come_out_at_their_bytes(case):
-    """The arithmetic left of `=`, divisions and all, to the byte."""
+    """The arithmetic left of `=`, divisions included, evaluates to the row's bytes exactly."""
     for row in case.ledger.rows:
         assert draws.evaluated(row.formula) == row.bytes_per_device, (row.name, row.formula)
 
@@ -58,7 +58,7 @@ def test_formulas_of_inference_come_out_at_their_bytes(model, batch, capacity, w
     ledger = inference(model, batch, capacity, min(capacity, 64), weights, cache, "", platform, prompt_logprobs=True)
     for row in ledger.rows:
         if row.phase == PERSISTENT:
-            # Each array in four bits ends with a whole byte.
+            # Each 4-bit array ends on a whole byte.
             spare = 50 if weights.startswith("int4") and row.name == "weights" else 0
             size = draws.evaluated(row.formula)
             assert 0 <= row.bytes_per_device - size <= spare, row
@@ -96,12 +96,12 @@ def test_an_inspection_survives_json(inspection):
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama3.1-405b", "mixtral-8x7b", "gemma3-27b"])
 def test_a_closed_form_is_a_few_thousand_function_calls(name):
-    """The target is under 10 ms, which is some 50,000 calls; `experiments/planner_speed.py` measures the time."""
+    """The target is under 10 ms, about 50,000 calls; `experiments/planner_speed.py` measures the time."""
     model, config = ARCHITECTURES[name], Config()
     config.optimizer.name, config.mesh.data, config.mesh.zero, config.train.batch_size = "muon", 8, 3, 8
 
     for form in (training, flops.train_step, communication.train_step):
-        form(model, config, "bf16")  # what depends on the model alone is computed once
+        form(model, config, "bf16")  # what depends on the model alone is cached
         assert calls.count(lambda form=form: form(model, config, "bf16")) < 15_000
     inference(model, 8, 4096, 256, "bf16", "bf16")
     assert calls.count(lambda: inference(model, 8, 4096, 256, "bf16", "bf16")) < 25_000

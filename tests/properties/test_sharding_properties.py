@@ -1,4 +1,4 @@
-"""ZeRO and tensor parallelism: what is split, what it sums up to, and what splitting never makes larger."""
+"""ZeRO and tensor parallelism: what is sharded, what the shards sum to, and what sharding never enlarges."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def test_a_higher_stage_never_holds_more(case):
 @draws.closed_form
 @given(draws.cases(split=True))
 def test_more_devices_never_hold_more_each(case):
-    """Twice the devices along `data`, each with as many tokens."""
+    """Twice the devices along `data`, each with as many tokens, never need more bytes per device."""
     mesh, train = case.config.mesh, case.config.train
     before = case.ledger
     after = case.but(mesh_data=2 * mesh.data, train_batch_size=2 * train.batch_size).ledger
@@ -35,7 +35,7 @@ def test_more_devices_never_hold_more_each(case):
 @draws.closed_form
 @given(draws.cases(split=True))
 def test_more_devices_with_the_same_batch_never_hold_more_each(case):
-    """Twice the devices along `data`, each with half of the tokens."""
+    """Twice the devices along `data`, each with half of the tokens, need fewer bytes per device."""
     mesh, train = case.config.mesh, case.config.train
     case = case.but(train_batch_size=2 * train.batch_size)
     after = case.but(mesh_data=2 * mesh.data).ledger
@@ -46,7 +46,7 @@ def test_more_devices_with_the_same_batch_never_hold_more_each(case):
 @draws.closed_form
 @given(draws.cases())
 def test_shares_of_stage_3_are_the_whole(case):
-    """Row by row, all devices together hold what one device would, within the padding that has rows of its own."""
+    """In each row, the shards sum to what one device would store, within the padding, which has separate rows."""
     case = case.but(mesh_replica=1, mesh_zero=3, optimizer_name="adam")
     alone = dataclasses.replace(case, config=dataclasses.replace(case.config, mesh=MeshConfig())).ledger
     devices, shared = case.config.mesh.data, case.ledger
@@ -59,14 +59,14 @@ def test_shares_of_stage_3_are_the_whole(case):
             if name in whole_on_each:
                 assert shares[name] == one[name]
             else:
-                # A share's own part is rounded down array by array; the rest is in the padding.
+                # A shard's unpadded part is rounded down array by array; the rest is in the padding.
                 assert devices * shares[name] <= one[name] <= devices * (shares[name] + zeros)
 
 
 @draws.closed_form
 @given(draws.cases())
 def test_gradients_are_split_from_stage_2_on(case):
-    """The sums of several micro-batches are; those of one are counted alike."""
+    """Gradient accumulators are sharded from stage 2 on; gradients of a single micro-batch are counted alike."""
     case = case.but(mesh_replica=1, train_accumulate=2, train_batch_size=2 * case.config.train.batch_size)
     name = "accumulated gradients"
     kept = [draws.row_bytes(case.but(mesh_zero=stage).ledger, rows.BOUNDARY)[name] for stage in range(4)]

@@ -1,4 +1,4 @@
-"""The state: trees of one shape, and the closed form's bytes against those of the trainer's own arrays."""
+"""The state: trees of one shape, and the closed form's bytes against those of the trainer's arrays."""
 
 import chex
 import draws
@@ -25,7 +25,7 @@ from jaxllm.step.placement import make_layout
 
 
 def abstract_state(case: draws.Case):
-    """Of the trainer; rejects what it refuses to train."""
+    """Returns the trainer's abstract state; rejects the draw if the trainer refuses it."""
     try:
         return trace.abstract_state(case.config, case.model, "cpu")
     except UserError as refused:
@@ -35,7 +35,7 @@ def abstract_state(case: draws.Case):
 
 @pytest.mark.parametrize("family", draws.FAMILIES)
 def test_persistent_rows_are_the_arrays_bytes(family):
-    """Weights, slots of the optimizer, padding and the rest, on the device and in host memory, to the byte."""
+    """Weights, optimizer slots, padding and the rest match to the byte, on the device and in host memory."""
 
     @draws.traced
     @given(draws.cases(families=(family,), split=True))
@@ -64,7 +64,7 @@ def test_persistent_rows_are_the_arrays_bytes(family):
 @draws.traced
 @given(draws.cases(split=True))
 def test_rows_of_activations_are_the_residuals(case):
-    """What JAX's derivative of the program keeps, tag by tag."""
+    """Rows match, tag by tag, what JAX's derivative of the program saves."""
     abstract_state(case)
     kept = trace.residuals(case.config, case.model, case.platform)
     settled = run_lib.make(case.model, case.config, case.policy, case.platform)
@@ -107,7 +107,7 @@ def test_gradients_and_moments_have_the_weights_shapes(case, optimizer):
 @draws.traced
 @given(draws.cases())
 def test_a_step_gives_back_the_state_that_it_takes(case):
-    """Same tree, shapes and dtypes, so that every buffer of the state can be taken over."""
+    """A step preserves tree, shapes and dtypes, so every buffer of the state can be donated."""
     abstract_state(case)
     step_spec = programs.make_step_spec(case.config, case.model, "cpu")
     program = programs.train_step(case.config, step_spec, absent.abstract_mesh(case.config))

@@ -1,4 +1,4 @@
-"""Utilisation is at most 100 %: what a model has to compute is never more than what its step executes."""
+"""Utilisation is at most 100 %: a model's FLOPs never exceed those that its step executes."""
 
 import draws
 from hypothesis import given
@@ -20,8 +20,8 @@ def test_a_step_executes_the_models_flops_at_least(case):
 @draws.closed_form
 @given(draws.cases(split=True))
 def test_remat_adds_work_and_no_model_flops(case):
-    """So that utilisation falls where a policy keeps less."""
-    assert case.ledger  # the trainer would start it
+    """Stronger remat adds executed work but no model FLOPs, so utilisation falls."""
+    assert case.ledger  # rejects what the trainer refuses
     work = [
         compute.train_step(case.but(remat_policy=policy).model, case.but(remat_policy=policy).config, case.policy)
         for policy in ("none", "dots", "full")
@@ -34,16 +34,16 @@ def test_remat_adds_work_and_no_model_flops(case):
 @draws.closed_form
 @given(draws.cases(), st.integers(2, 4))
 def test_work_is_linear_in_the_batch_and_shared_by_the_devices(case, times):
-    case = case.but(optimizer_name="adamw")  # Muon's own products are of weights, not of tokens
+    case = case.but(optimizer_name="adamw")  # Muon's own matmuls are of weights, not of tokens
     config = case.config
     batch = config.train.batch_size
 
     def flops(case) -> int:
         work = compute.train_step(case.model, case.config, case.policy, case.platform)
-        return work.flops - work.flops_of["optimizer"]  # Muon's products are of weights, not of tokens
+        return work.flops - work.flops_of["optimizer"]  # Muon's matmuls are of weights, not of tokens
 
     more = case.but(train_batch_size=times * batch)
     spread = more.but(mesh_data=times * config.mesh.data)
-    if not case.model.experts:  # those of experts are whole blocks
+    if not case.model.experts:  # experts compute whole blocks
         assert flops(more) == times * flops(case)
     assert flops(spread) == flops(case)

@@ -1,4 +1,4 @@
-"""Conversations: turn after turn through the model's template, down a pipe, from prompts and at a terminal."""
+"""Chat loop: turns rendered with the model's template, from a pipe, from prompts and at a terminal."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def file(tmp_path_factory):
 
 
 class Fake:
-    """A generator that says how many prompts it has seen, and what the last was."""
+    """Fake generator that returns the number of prompts so far and the last prompt."""
 
     def __init__(self):
         self.prompts = []
@@ -58,7 +58,7 @@ def test_every_turn_takes_in_the_whole_conversation(file):
     for refused, words in (("bad", "refuses this conversation: no bad words"), ("too long", "300 tokens")):
         with pytest.raises(UserError, match=words):
             conversation.say(refused, heard.append)
-        assert conversation.messages == before  # as if it had not been said
+        assert conversation.messages == before  # as if the message had not been sent
     conversation.say("three", heard.append)
     assert [m["content"] for m in conversation.messages] == ["one", "answer 1", "two", "answer 2", "three", "answer 3"]
 
@@ -81,7 +81,7 @@ def test_at_a_terminal_a_turn_that_fails_is_told_and_the_next_one_is_heard(file,
     assert told.out == "answer 1\nanswer 2\n\n"
     assert "Ctrl-D ends" in told.err
     assert "error: the model's chat template refuses this conversation: no bad words" in told.err
-    with pytest.raises(UserError, match="no bad words"):  # given as a prompt, it ends the command
+    with pytest.raises(UserError, match="no bad words"):  # given as a prompt, the error ends the command
         chat._talk(conversation, ["bad"], as_json=False)
 
 
@@ -102,7 +102,7 @@ def test_a_model_without_a_template_or_a_tokenizer_is_refused_before_its_weights
 
 @pytest.mark.slow
 def test_lines_down_a_pipe_are_turns_and_so_are_prompts(file):
-    """The same conversation twice: as text, and as JSON."""
+    """A conversation gives equal results from piped lines and from prompts, as text and as JSON."""
     command = [
         sys.executable,
         "-m",

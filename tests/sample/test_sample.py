@@ -1,4 +1,4 @@
-"""The sampling command, from a trained workdir to what a person or a program reads."""
+"""The sampling command, from a trained workdir to its text and JSON output."""
 
 import json
 
@@ -110,7 +110,7 @@ commandline.run(sample.main, ["x", "--model={workdir}", *["--prompt=alpha"] * 64
 
 
 def test_prompts_that_do_not_fit_are_refused_before_anything_is_allocated(workdir):
-    """The most that fit are told, and do: the machine has room for a few of 64 prompts."""
+    """The error reports how many prompts fit, and that many run; the machine has room for a few of 64."""
     done = runs.python(REFUSED.format(workdir=workdir, memory=400_000))
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -144,7 +144,7 @@ commandline.run(sample.main, ["x", "--model={workdir}", "--prompt=alpha"])
 
 
 def folder_of(workdir, tmp_path_factory):
-    """The run's model as a Hugging Face folder."""
+    """Exports the run's model to a Hugging Face folder."""
     out = tmp_path_factory.mktemp("converted") / "folder"
     done = runs.command("jaxllm.convert", f"--model={workdir}", "--to=safetensors", f"--out={out}")
     assert done.returncode == 0, done.stderr
@@ -152,7 +152,7 @@ def folder_of(workdir, tmp_path_factory):
 
 
 def test_a_folder_gives_what_the_workdir_gives(workdir, tmp_path_factory):
-    """The same text from the run and from its export; the bill comes first, and the weights are as billed."""
+    """A run and its export give equal text; the bill is printed first, and the weights use the billed bytes."""
     folder = folder_of(workdir, tmp_path_factory)
     arguments = ["--prompt=alpha ", "--max_new_tokens=8", "--temperature=0", "--json", "--ignore_eos"]
     run, exported = (runs.command("jaxllm.sample", f"--model={model}", *arguments) for model in (workdir, folder))
@@ -164,7 +164,7 @@ def test_a_folder_gives_what_the_workdir_gives(workdir, tmp_path_factory):
 
 
 def test_the_files_end_ids_end_a_text(workdir, tmp_path_factory):
-    """Every id of generation_config.json counts (the first token that is made is declared an end)."""
+    """Every end id of generation_config.json ends a text (the test declares the first generated token an end id)."""
     folder = folder_of(workdir, tmp_path_factory)
     arguments = [f"--model={folder}", "--prompt=alpha ", "--max_new_tokens=8", "--temperature=0", "--json"]
     before = json.loads(runs.command("jaxllm.sample", *arguments).stdout)["results"][0]

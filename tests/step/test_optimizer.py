@@ -1,4 +1,4 @@
-"""Schedules, update rules, and what weight decay and Muon apply to."""
+"""Learning-rate schedules, update rules, and the parameters that weight decay and Muon apply to."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def rates(steps, **fields):
 
 
 def test_linear_schedule_values():
-    """1e-5, 9e-6 … 1e-6 over ten updates; the sixth, the first after a resume at five, has 5e-6."""
+    """The schedule gives 1e-5, 9e-6 … 1e-6 in ten updates; the sixth, the first after a resume at five, has 5e-6."""
     got = rates(10, schedule="linear", peak_lr=1e-5)
     np.testing.assert_allclose(got, [1e-6 * k for k in range(10, 0, -1)], rtol=1e-5)
     assert got[5] == pytest.approx(5e-6)
@@ -47,7 +47,7 @@ def test_cosine_and_wsd_shapes():
 
 @pytest.mark.parametrize("name", CHOICES["optimizer.name"])
 def test_decay_only_where_it_belongs(name):
-    """With zero gradients decay alone moves parameters: those that multiply activations, never norms and biases."""
+    """With zero gradients, weight decay moves only parameters that multiply activations, not norms and biases."""
     optimizer = make_optimizer(OptimizerConfig(name=name, weight_decay=0.5), models.LEARNED)
     params = specs.initialize(specs.param_specs(models.LEARNED), jax.random.key(0), jnp.float32)
     params = jax.tree.map(jnp.ones_like, params)
@@ -72,13 +72,13 @@ def test_adam_first_step_is_the_sign_of_the_gradient():
 
 
 def spread(matrix):
-    """Largest singular value over that which three quarters exceed (five iterations leave the least ones small)."""
+    """Returns largest / lower-quartile singular value (five iterations leave the smallest ones small)."""
     values = np.linalg.svd(np.asarray(matrix), compute_uv=False)
     return values[0] / values[int(0.75 * len(values))]
 
 
 def test_muon_orthogonalises_each_matrix_of_layers_and_experts():
-    """Singular values of each matrix's direction are near one another; embeddings go to Adam."""
+    """Singular values of each matrix's update are close to one another; embeddings use Adam."""
     optimizer = make_optimizer(OptimizerConfig(name="muon"), MODEL)
     direction, _ = optimizer.update(GRADIENTS, optimizer.init(PARAMS), PARAMS)
     layer = direction["layers"][0]
@@ -87,7 +87,7 @@ def test_muon_orthogonalises_each_matrix_of_layers_and_experts():
     for matrix in (experts[0, 0], experts[1, 3], attention, layer["mlp"]["router"][1]):
         assert spread(matrix) < 1.8
     assert spread(GRADIENTS["layers"][0]["mlp"]["up"][0, 0]) > 2, "the gradient itself must not pass"
-    # Adam's first step (with Nesterov's look-ahead, in optax's Muon) has one size for every number.
+    # Adam's first step (with Nesterov's look-ahead, in optax's Muon) has the same magnitude for every element.
     sizes = jnp.abs(direction["embed"]["tokens"])
     np.testing.assert_allclose(sizes / sizes.mean(), 1.0, atol=1e-3)
 
@@ -101,7 +101,7 @@ def test_zero_gradient_gives_zero_adam_update():
 
 
 def test_zero_gradient_of_float16_weights_gives_zero_adam_update():  # optax#1755
-    """Adam's epsilon, 1e-8, is 0 in float16: the update must not be computed there."""
+    """Adam's epsilon, 1e-8, is 0 in float16, so the update must not be computed in float16."""
     optimizer = make_optimizer(OptimizerConfig(name="adam"), MODEL)
     weights = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
     zeros = jax.tree.map(jnp.zeros_like, weights)
@@ -113,7 +113,7 @@ def test_zero_gradient_of_float16_weights_gives_zero_adam_update():  # optax#175
 
 
 def test_second_moment_of_bfloat16_weights_is_float32():  # optax#1552
-    """1000 steps of one gradient: in bfloat16 the average of its square would stop growing."""
+    """Over 1000 steps with a constant gradient, a bfloat16 average of its square would stop growing."""
     config = OptimizerConfig(name="adam", b2=0.999)
     optimizer = make_optimizer(config, MODEL)
     whole = jax.tree.map(lambda p: jnp.ones((), jnp.bfloat16), PARAMS)
@@ -127,7 +127,7 @@ def test_second_moment_of_bfloat16_weights_is_float32():  # optax#1552
     second = jax.tree.leaves(jax.jit(many)(state))[-1]
     gradient = float(jnp.asarray(1e-3, jnp.bfloat16))
     assert float(second) == pytest.approx(gradient**2 * (1 - 0.999**1000), rel=1e-4)
-    # What it would be with the moment itself in bfloat16.
+    # The value if the moment itself were bfloat16.
     narrow = make_optimizer(dataclasses.replace(config, moment_dtype="bfloat16"), MODEL)
     assert {x.dtype for x in jax.tree.leaves(narrow.init(whole))} == {jnp.dtype("bfloat16"), jnp.dtype("int32")}
     state = jax.jit(lambda s: jax.lax.fori_loop(0, 1000, lambda _, s: narrow.update(gradients, s, whole)[1], s))(
@@ -137,7 +137,7 @@ def test_second_moment_of_bfloat16_weights_is_float32():  # optax#1552
 
 
 def test_moments_are_found_by_their_parameter():
-    """Every leaf of every optimizer's state but its counters belongs to one parameter."""
+    """Every leaf of every optimizer state except counters belongs to one parameter."""
     tree = specs.param_specs(MODEL)
     for name in CHOICES["optimizer.name"]:
         state = make_optimizer(OptimizerConfig(name=name), MODEL).init(PARAMS)

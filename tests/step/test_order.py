@@ -1,4 +1,4 @@
-"""On a CPU, the reduce-scatters of the loop over layers begin when those outside it are done."""
+"""On a CPU, the reduce-scatters of the loop over layers start after those outside it are done."""
 
 import models
 import steps
@@ -11,7 +11,7 @@ SCATTER = "reduce-scatter"
 
 
 def awaited(computation, name):
-    """Names of the reduce-scatters that an instruction depends on, within its computation."""
+    """Returns the reduce-scatters that an instruction depends on, within its computation."""
     found, seen, ahead = set(), set(), [name]
     while ahead:
         each = computation.instructions[ahead.pop()]
@@ -24,7 +24,7 @@ def awaited(computation, name):
 
 
 def loop_over_layers():
-    """(the reduce-scatters beside the loop that has others in it, those that it waits for) of a step of stage 1."""
+    """Returns (reduce-scatters outside the loop over layers, those that the loop depends on) of a ZeRO-1 step."""
     config = steps.config(mesh_data=2, mesh_zero=1)
     run = steps.Run(config, models.ROTARY)
     module = hlo.parse(programs.train_step(config, run.step_spec, run.mesh).compile().as_text())
@@ -41,7 +41,7 @@ def loop_over_layers():
 
 def test_the_loop_waits_for_the_others():
     beside, waited = loop_over_layers()
-    assert len(beside) >= 2  # the embeddings' and the last norm's
+    assert len(beside) >= 2  # those of the embeddings and the final norm
     assert waited == beside
 
 

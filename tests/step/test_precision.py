@@ -1,4 +1,4 @@
-"""Precision policies, and the loss scale of fp16."""
+"""Precision policies, and loss scaling for fp16."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def test_an_overflow_changes_nothing_but_the_scale():  # accelerate#4289, DeepSp
     assert np.isfinite(metrics["loss"])
     for part in ("params", "opt_state", "step", "key"):
         assert_equal(getattr(run.state, part), getattr(before, part))
-    # It recovers: halved until gradients fit, from the cap downwards.
+    # The scale recovers: halved until gradients fit, from the cap downwards.
     skipped = 1
     while metrics["skipped"]:
         metrics = run.step(steps.batch(run.config, run.model, 4))
@@ -89,7 +89,7 @@ def test_the_scale_grows_halves_and_stays_in_bounds():
 
 @pytest.mark.slow
 def test_the_scale_does_not_change_the_update():
-    """Gradients are those of the unscaled loss; a scale of 1 loses the small ones to float16."""
+    """Gradients equal those of the unscaled loss; with a scale of 1, float16 flushes the small ones to zero."""
     batches = [steps.batch(steps.config(), steps.models.ROTARY, i) for i in range(2)]
     norms = {}
     for scale in (1.0, 2.0**8, 2.0**14):

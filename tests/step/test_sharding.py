@@ -15,8 +15,8 @@ from jaxllm.ledger.device import tree_bytes
 from jaxllm.parallel.collectives import Collectives
 from jaxllm.parallel.mesh import Placement
 
-# A vocabulary that divides over nothing, so that padding is always there under tensor parallelism; and the usual
-# initial values, because the small models' large ones multiply rounding errors layer by layer.
+# No mesh divides the vocabulary, so tensor parallelism always pads it. Initial values are the usual ones, because the
+# large ones of the small models multiply rounding errors layer by layer.
 ALL = {name: dataclasses.replace(model, vocab_size=67, init_std=0.02) for name, model in models.ALL.items()}
 
 
@@ -50,8 +50,11 @@ def test_20_steps_reach_the_loss_of_one_device(zero, tensor, accumulate):
     ],
 )
 def test_other_models_on_hybrid_meshes(name, axes):
-    """Learned positions and biases; sandwich norms, caps and windows; experts; norms over the heads of all devices;
-    positions of layers and sequences; replicas of shards."""
+    """Other models train alike on hybrid (replicated and sharded) meshes.
+
+    They have: learned positions and biases; sandwich norms, caps and windows; experts; norms over the heads of all
+    devices; positions by layer and by sequence.
+    """
     want = one_device(name, 3, 1)
     np.testing.assert_allclose(steps.Run(steps.config(**axes), ALL[name]).losses(3), want, atol=1e-5)
     assert len(set(want)) == 3
@@ -59,7 +62,7 @@ def test_other_models_on_hybrid_meshes(name, axes):
 
 @pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2)), 3])
 def test_what_does_not_divide_is_padded_and_trains_alike(zero):
-    """Three devices divide no dimension of the model: all of it is padded, in each stage."""
+    """Three devices divide no dimension of the model, so every stage pads all of it."""
     whole = steps.config(train_batch_size=6)
     split = steps.config(train_batch_size=6, mesh_data=3, mesh_zero=zero)
     run = steps.Run(split, ALL["learned"])
@@ -70,7 +73,7 @@ def test_what_does_not_divide_is_padded_and_trains_alike(zero):
 
 @pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2)), 3])
 def test_a_model_shorter_than_its_pattern_trains_alike(zero):
-    """It has no stacked layers to go through one by one."""
+    """A model with fewer layers than its pattern has no stacked layers to scan over."""
     short = dataclasses.replace(ALL["sliding"], layers=1)
     split = steps.config(precision_policy="bf16", mesh_data=2, mesh_zero=zero)
     want = steps.Run(steps.config(precision_policy="bf16"), short).losses(2)
@@ -78,7 +81,7 @@ def test_a_model_shorter_than_its_pattern_trains_alike(zero):
 
 
 def test_a_forgotten_sum_over_tensor_is_caught(monkeypatch):
-    """The tolerance above sees the gradients of norms that are not summed over the devices that share their tokens."""
+    """The tolerance above detects norm gradients that are not summed over the devices that share their tokens."""
     from jaxllm.step import gradients
 
     monkeypatch.setattr(gradients, "_reduced", lambda g, layout: g)
@@ -97,7 +100,7 @@ def bytes_of(config: Config, part: str) -> int:
 
 
 def test_live_shards_follow_the_stage():  # DeepSpeed#4093
-    """Stage 1 shards the optimizer, 3 the parameters; twice the devices hold half."""
+    """Stage 1 shards the optimizer, stage 3 the parameters; with twice the devices each stores half."""
     whole = {part: bytes_of(steps.config(), part) for part in ("params", "opt_state")}
     counters = 4
     for devices in (2, 8):
@@ -125,7 +128,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
 
 @pytest.mark.slow
 def test_mixed_precision_masters_are_split_from_stage_one():
-    """With 16-bit compute the float32 weights are optimizer state: ZeRO's 4 + 12/N, 2 + 14/N, 16/N."""
+    """With 16-bit compute the float32 weights are optimizer state: ZeRO's 4 + 12/N, 2 + 14/N, 16/N bytes."""
     whole = bytes_of(steps.config(), "params")
     run = steps.Run(steps.config(precision_policy="bf16", mesh_data=4, mesh_zero=1))
     assert tree_bytes(run.state.params) == whole // 4

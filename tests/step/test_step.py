@@ -1,4 +1,4 @@
-"""The step: every token weighs the same, accumulation and devices change nothing, the state is donated."""
+"""The training step: equal token weights, no effect of accumulation and device count, and a donated state."""
 
 import functools
 
@@ -22,12 +22,12 @@ def run(**fields):
 
 
 def sums(run):
-    """(sums, gradients) of the parameters and a batch."""
+    """Returns a function from parameters and a batch to (sums, gradients)."""
     return jax.jit(functools.partial(accumulate, step_spec=run.step_spec, layout=run.layout, factor=1.0))
 
 
 def make_batch(trained, length=16, rows=4):
-    """Rows with so many trained tokens each."""
+    """Returns a batch whose rows have the given numbers of trained tokens."""
     tokens = jax.random.randint(jax.random.key(5), (rows, length), 0, 64)
     weights = (jnp.arange(length)[None] < jnp.asarray(trained)[:, None]).astype(jnp.float32)
     return {
@@ -40,18 +40,18 @@ def make_batch(trained, length=16, rows=4):
 
 
 def test_accumulation_weighs_every_token_once():  # transformers#24725, #34191
-    """10 and 30 trained tokens in two micro-batches: each token 1/40, as in one batch, not 1/20 and 1/60."""
+    """10 and 30 trained tokens in two micro-batches: each token has weight 1/40, as in one batch, not 1/20 and 1/60."""
     one = run()
     batch = make_batch([5, 5, 15, 15])
     want, whole = one.updated(batch)
-    # Rows are dealt out in turn: micro-batches (0, 2) and (1, 3); and the other way round.
+    # Rows are assigned in turn: micro-batches (0, 2) and (1, 3); then with the roles exchanged.
     for order in ([0, 1, 2, 3], [0, 2, 1, 3]):
         dealt = {name: x[jnp.array(order)] for name, x in batch.items()}
         got, parts = one.updated(dealt, accumulate=2)
         assert_close(got, want, 1e-6)
         assert float(parts["loss"]) == pytest.approx(float(whole["loss"]), rel=1e-6)
         assert float(parts["tokens"]) == 40
-    # A planted mean of means is seen by that tolerance.
+    # The tolerance detects a planted mean of means.
     halves = [jax.tree.map(lambda x, r=r: x[r], batch) for r in (slice(0, 2), slice(2, 4))]
     (_, first), (_, second) = map(functools.partial(sums(one), one.state.params), halves)
     wrong = jax.tree.map(lambda a, b: (a / 10 + b / 30) / 2, first, second)
@@ -61,7 +61,7 @@ def test_accumulation_weighs_every_token_once():  # transformers#24725, #34191
 
 
 def test_sequences_of_10_and_100_tokens():
-    """Every token weighs 1/110, on one device and with each sequence on a device of its own."""
+    """Every token has weight 1/110, on one device and with each sequence on a separate device."""
     batch = make_batch([10, 100], length=128, rows=2)
     fields = {"train_batch_size": 2, "data_sequence_length": 128, "optimizer_name": "sgd"}
     fields |= {"optimizer_clip_norm": 0.0, "optimizer_weight_decay": 0.0}
@@ -86,7 +86,7 @@ def test_masked_micro_batch_contributes_nothing():
 
 
 def test_the_schedule_advances_once_an_update():  # transformers#34053, optax#415
-    """1e-5, 9e-6 … over ten updates, with and without accumulation; the sixth, the first after a resume, has 5e-6."""
+    """The schedule gives 1e-5, 9e-6 … in ten updates, with or without accumulation; 5e-6 after a resume at five."""
     for accumulate_ in (1, 4):
         one = steps.Run(
             steps.config(
@@ -101,12 +101,12 @@ def test_the_schedule_advances_once_an_update():  # transformers#34053, optax#41
 
 
 def test_state_is_donated_whole():
-    """The compiled step writes the new state into the old one's memory: aliased bytes are the state's."""
+    """The compiled step writes the new state into the old state's memory: aliased bytes equal the state's bytes."""
     one = steps.Run(steps.config())
     program = programs.train_step(one.config, one.step_spec, one.mesh)
     size = sum(x.nbytes for x in jax.tree.leaves(one.state))
     assert program.compile().memory_analysis().alias_size_in_bytes == size
-    # Without donation the same measure finds nothing.
+    # Without donation there are no aliased bytes.
     plain = jax.jit(lambda s, b: train_step(s, b, one.step_spec, one.layout)).lower(*program.inputs).compile()
     assert plain.memory_analysis().alias_size_in_bytes == 0
 
@@ -127,7 +127,7 @@ def test_a_buffer_given_twice_is_refused():  # jax#12627
 
 
 def test_five_steps_with_a_resume_and_a_short_batch_compile_once(tmp_path):  # maxtext#4174
-    """State that was made, stepped and restored, and batches full and short, all meet the one executable."""
+    """Initialized, stepped and restored states, with full and short batches, all use one executable."""
     one = steps.Run(steps.config(mesh_data=2, mesh_tensor=2, mesh_zero=3, train_batch_size=4))
     program = programs.train_step(one.config, one.step_spec, one.mesh)
     placed = batch_sharding(one.mesh)
@@ -139,10 +139,10 @@ def test_five_steps_with_a_resume_and_a_short_batch_compile_once(tmp_path):  # m
             with Checkpointer(tmp_path, one.config, print) as store:
                 state = store.restore(programs.abstract_state(one.config, one.step_spec, one.mesh)).state
         batch = steps.batch(one.config, one.model, i)
-        if i == 4:  # the last batch of an epoch, filled up with rows that count for nothing
+        if i == 4:  # the last batch of an epoch, padded with rows of zero weight
             batch = {name: np.where(np.arange(4)[:, None] < 3, x, 0).astype(x.dtype) for name, x in batch.items()}
         state, _ = program.jitted(state, jax.device_put(batch, placed))
     assert program.jitted._cache_size() == 1
-    # A batch that lies elsewhere would compile again, and is seen.
+    # A batch with another sharding compiles again, which is detected.
     program.jitted(state, batch)
     assert program.jitted._cache_size() == 2

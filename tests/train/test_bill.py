@@ -1,4 +1,4 @@
-"""The ledger in a run: shown, held against the program, and told when memory runs out, in compile and at run time."""
+"""Memory bills in a run: printed, compared with the compiled program, and reported on OOM (compile and run time)."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def saved(workdir):
 
 
 def forget_a_moment(monkeypatch):
-    """A planted fault: the ledger lacks a row of the optimizer's."""
+    """Planted fault: removes the optimizer's first moment from the ledger."""
     made = training_bill.bill.training
 
     def broken(*arguments):
@@ -98,7 +98,7 @@ def test_what_does_not_fit_by_the_formulas_is_told_with_a_change_and_tried(corpu
 
 
 def failing(monkeypatch, at_call: int, message: str):
-    """The training step's compiler (call 0) or its executable (call 1, …) runs out of memory."""
+    """Makes the training step's compiler (call 0) or its executable (call 1, …) run out of memory."""
     made = programs.train_step
 
     def train_step(*arguments):
@@ -204,7 +204,7 @@ commandline.run(lambda: (_ for _ in ()).throw(RunError(text)), ["x"])
 
 @pytest.mark.slow
 def test_the_batch_is_doubled_until_memory_runs_out_and_the_advice_then_runs(corpus, tmp_path):
-    """For real, under a limit of the address space (metatensor/metatrain#748, jax#13428)."""
+    """Runs out of memory for real under an address-space limit (metatensor/metatrain#748, jax#13428)."""
     done = runs.python(DOUBLING.format(corpus=corpus, folder=str(tmp_path)))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ran 4" in done.stdout

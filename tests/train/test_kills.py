@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: the run that survives them ends bitwise equal to one left alone."""
+"""SIGKILL at random times: a run that survives them ends bitwise equal to an undisturbed one."""
 
 import random
 import signal
@@ -43,17 +43,17 @@ def test_random_kills_end_bitwise_equal(tmp_path):
     while len(reached) < KILLS:
         process = start(config_file, tmp_path / "killed", tmp_path / "cache")
         begun = record.stat().st_mtime_ns if record.exists() else 0
-        if chance.random() < 0.8:  # most die while training or saving, the rest at any moment of starting
+        if chance.random() < 0.8:  # most die while training or saving, the rest at any point of the start
             while process.poll() is None and (not record.exists() or record.stat().st_mtime_ns == begun):
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 0.2))
         else:
-            time.sleep(chance.uniform(0.0, 3.0))  # its imports, in which nothing can be lost, are done
+            time.sleep(chance.uniform(0.0, 3.0))  # its imports, which have nothing to lose, are done
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "it ended before it was killed: raise STEPS"
         reached.append(len(metrics.read(record)) if record.exists() else 0)
-    # Past the first checkpoint, from which the next run goes on.
+    # Past the first checkpoint, from which the next run resumes.
     assert max(reached) > EVERY, f"the kills must land in training, not only before it: {reached}"
     finish(start(config_file, tmp_path / "killed", tmp_path / "cache"))
 

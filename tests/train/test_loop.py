@@ -1,4 +1,4 @@
-"""Runs from end to end, in one process: what is printed, recorded, resumed and refused."""
+"""Runs from end to end in one process: output, records, resumption and refusals."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def steps_of(workdir):
 
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory):
-    """An uninterrupted run of 8 steps, the measure of all others."""
+    """Uninterrupted run of 8 steps, which the others are compared with."""
     workdir = tmp_path_factory.mktemp("whole")
     started = time.perf_counter()
     status, text = runs.train(runs.tiny_config(corpus), workdir)
@@ -57,7 +57,7 @@ def test_times_add_up_to_the_wall_clock(whole):
     line = next(line for line in text.splitlines() if " steps in " in line)
     parts = [float(part.split()[-2]) for part in line.split(": ")[1].split(", ")]
     total = float(line.split(" steps in ")[1].split()[0])
-    # Printed to 0.1 s, each part may be off by 0.05.
+    # Each part is printed to 0.1 s, so it may be off by 0.05.
     assert sum(parts) == pytest.approx(total, rel=0.02, abs=0.05 * len(parts))
     assert total == pytest.approx(wall, rel=0.02, abs=0.3)
     steps = float(next(p for p in line.split(", ") if p.startswith("steps")).split()[1])
@@ -114,7 +114,7 @@ def test_not_finite_stops_with_step_documents_and_last_good(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_an_overflow_of_fp16_is_a_skipped_step_and_not_a_failure(corpus, tmp_path):
-    # So high a scale overflows again and again until it has halved enough; then updates are made.
+    # So large a scale overflows repeatedly until it is halved enough; then updates follow.
     config = runs.tiny_config(corpus, precision_policy="fp16", precision_loss_scale=2.0**30, train_steps=24)
     status, text = runs.train(config, tmp_path)
     assert status == 0, text
@@ -192,7 +192,7 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path, corpus, arguments, words):
 
 
 def test_disk_full_while_saving(corpus, tmp_path):
-    """A file size limit stands in for a full disk: writes fail in the middle, after a good first checkpoint."""
+    """A file size limit simulates a full disk: writes fail midway, after a complete first checkpoint."""
     code = (
         "import resource, sys, pathlib, runs\n"
         "from jaxllm import commandline\n"
@@ -207,12 +207,12 @@ def test_disk_full_while_saving(corpus, tmp_path):
     )
     done = runs.fresh_python(code)
     assert done.returncode == 2, done.stderr
-    # The threads of Orbax and TensorStore print how they ended, too, in any order; exactly one line is ours.
+    # The threads of Orbax and TensorStore also print how they ended, in any order; exactly one line is jaxllm's.
     ours = [line for line in done.stderr.splitlines() if "error: cannot save the checkpoint of step 6" in line]
     assert len(ours) == 1, done.stderr
     assert "the last good checkpoint is" in ours[0]
     assert "/jaxllm/" not in done.stderr, "a traceback of our own"
-    # A thread of TensorStore may still have written after the clean-up; the next run removes that.
+    # A TensorStore thread may still have written after the clean-up; the next run removes that.
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != ".writing-6"] == ["00000003"]
     _, text = runs.train(runs.tiny_config(corpus), tmp_path)
     assert "resuming" in text
@@ -220,7 +220,7 @@ def test_disk_full_while_saving(corpus, tmp_path):
 
 
 def test_profile_and_tensorboard(corpus, tmp_path):
-    # One step more than the run has left: the trace is written all the same.
+    # One step more than the run has left: the trace is written anyway.
     config = runs.tiny_config(corpus, log_profile_start=4, log_profile_steps=4, log_tensorboard=True, train_steps=6)
     _, text = runs.train(config, tmp_path)
     assert "tracing 4 steps from step 4" in text

@@ -1,4 +1,4 @@
-"""Low-rank adapters in the training step: where they start, what they change, on any mesh and under every policy."""
+"""Low-rank adapters in the training step: initial values, gradients, meshes and precision policies."""
 
 import dataclasses
 
@@ -22,14 +22,14 @@ def config(targets=EVERY, **fields):
 
 @pytest.fixture(scope="module")
 def one():
-    """(losses of five steps, the run after them, its state before) on one device."""
+    """Returns (losses of five steps, the run after them, its state before) on one device."""
     run = steps.Run(config())
     before = steps.copy(run.state)
     return run.losses(5), run, before
 
 
 def test_the_first_step_is_the_models_own(one):
-    """B is zero, so that the loss is that of the weights alone, to the bit; and not if it starts otherwise."""
+    """B is zero, so the first loss equals that of the base weights to the bit; a nonzero B changes it."""
     losses, run, before = one
     plain = steps.Run(steps.config())
     steps.assert_equal(before.frozen, plain.state.params)
@@ -59,7 +59,7 @@ def test_adapters_alone_are_trained(one):
 
 
 def test_the_gradient_is_that_of_the_merged_weights():
-    """dA and dB by the chain rule from the gradient of W + scale · A·B, for every target of every kind of model."""
+    """dA and dB equal the chain rule applied to the gradient of W + scale · A·B, for every target and model kind."""
     model, run = models.SLIDING, steps.Run(config(), models.SLIDING)
     noise, batch = _noise(run), steps.batch(run.config, model, 0)
 
@@ -81,7 +81,7 @@ def _noise(run):
 
 
 def _distance(want, got):
-    """Largest error of an array, relative to its largest number."""
+    """Returns the largest error of an array relative to its largest value."""
     errors = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max() / jnp.abs(x).max()), want, got)
     return max(jax.tree.leaves(errors))
 
@@ -103,7 +103,7 @@ def test_meshes_agree_with_one_device(one, fields):
     run = steps.Run(config(**fields))
     np.testing.assert_allclose(run.losses(5), one[0], atol=1e-5)
     axes = run.mesh.shape
-    if fields.get("mesh_zero") == 3:  # frozen weights are shares too
+    if fields.get("mesh_zero") == 3:  # frozen weights are sharded too
         for x in jax.tree.leaves(run.state.frozen["layers"][0]["mlp"]):
             assert x.addressable_shards[0].data.size * axes["data"] * axes["tensor"] == x.size
     else:
@@ -112,7 +112,7 @@ def test_meshes_agree_with_one_device(one, fields):
 
 
 def test_a_mesh_that_forgets_a_sum_is_caught(one, monkeypatch):
-    """Planted: gradients of adapters that are whole along `tensor` are not summed over it."""
+    """Planted fault: gradients of adapters that are replicated along `tensor` are not summed over it."""
     real = gradients._reduced
     monkeypatch.setattr(
         gradients, "_reduced", lambda grads, layout: grads if layout.sizes["tensor"] > 1 else real(grads, layout)
@@ -125,7 +125,7 @@ def test_a_mesh_that_forgets_a_sum_is_caught(one, monkeypatch):
     "policy", [*(pytest.param(policy, marks=pytest.mark.slow) for policy in ("bf16", "fp16")), "bf16_pure"]
 )
 def test_policies(one, policy):
-    """Frozen weights are held as they compute, and masters are the adapters' alone."""
+    """Frozen weights are stored in the compute dtype, and only adapters have master weights."""
     run = steps.Run(config(precision_policy=policy, optimizer_name="lion" if policy == "bf16_pure" else "adamw"))
     frozen, stored = jnp.dtype(run.step_spec.policy.compute), jnp.dtype(run.step_spec.policy.store)
     assert {x.dtype for x in jax.tree.leaves(run.state.frozen)} == {frozen}
@@ -140,7 +140,7 @@ def test_policies(one, policy):
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "adafactor")), "muon"]
 )
 def test_optimizers_lower_the_loss(name):
-    """Adafactor's step is relative to an array's size, of which B has none at first (optax's least is 1e-3)."""
+    """Adafactor's step is relative to an array's size, and B starts at zero (optax's minimum is 1e-3)."""
     lr = {"sgd": 1.0, "adafactor": 0.5}.get(name, 0.02)
     run = steps.Run(config(optimizer_name=name, optimizer_peak_lr=lr, remat_policy="names:lora"))
     batch = steps.batch(run.config, run.model, 0)
@@ -150,7 +150,7 @@ def test_optimizers_lower_the_loss(name):
 
 @pytest.mark.slow
 def test_experts_with_adapters_of_attention():
-    """Frozen experts have no gradient, and what flows through them is right."""
+    """Frozen experts have no gradient, and gradients that flow through them are correct."""
     run = steps.Run(config(("q", "v", "out")), models.EXPERTS)
     batch = steps.batch(run.config, run.model, 0)
     noise = _noise(run)

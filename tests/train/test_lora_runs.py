@@ -1,4 +1,4 @@
-"""Runs that train low-rank adapters, from start to sampling: resumed, merged, refused, billed."""
+"""Runs that train low-rank adapters, from start to sampling: resumption, merging, refusals and bills."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ from jaxllm.train.trainer import Trainer
 
 MODEL = dataclasses.replace(
     architectures.resolve(runs.tiny_config("").model),
-    vocab_size=259,  # does not divide over two devices
+    vocab_size=259,  # not divisible by two devices
     layers=2,
     kv_heads=2,
     rope_factor=1.0,
@@ -34,7 +34,7 @@ MODEL = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A Hugging Face folder of random weights with a tokenizer and a chat template."""
+    """Hugging Face folder with random weights, a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("base") / "model"
     folder.mkdir()
     params = specs.initialize(specs.param_specs(MODEL), jax.random.key(5), jnp.float32)
@@ -56,7 +56,7 @@ def config(source, folder, **fields):
 
 
 def run(config, workdir):
-    """(printed, losses of its steps)."""
+    """Trains, and returns (printed output, losses of the steps)."""
     out = io.StringIO()
     assert Trainer(config, workdir, Console(file=out, width=200)).run() == 0
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -105,7 +105,7 @@ def test_a_checkpoint_has_what_is_trained_and_the_workdir_the_rest_once(plain, s
     merged, weights = opened.load(jnp.float32), base.load(jnp.float32)
     stored = open_any.open_adapters(workdir)
     pairs = stored.load()
-    for place, name in (("attn", "k"), ("mlp", "up")):  # no targets
+    for place, name in (("attn", "k"), ("mlp", "up")):  # not adapted
         assert same(merged["layers"][0][place][name], weights["layers"][0][place][name])
     pair = pairs["layers"][0]["mlp"]["down"]
     change = stored.lora.alpha / stored.lora.rank * np.einsum("lfr,lrd->lfd", pair["a"], pair["b"])
@@ -212,7 +212,7 @@ def test_the_command_line_takes_a_list_and_the_ledger_bills_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_start_that_was_killed_leaves_nothing_in_the_way(plain, source, tmp_path):
-    """Frozen weights of a run that never came to a checkpoint, whole or half written, are written again."""
+    """Frozen weights left by a run killed before its first checkpoint, complete or partial, are written again."""
     workdir = tmp_path / "run"
     for name in ("frozen", ".writing-frozen"):
         (workdir / name / "state").mkdir(parents=True)
@@ -224,7 +224,7 @@ def test_a_start_that_was_killed_leaves_nothing_in_the_way(plain, source, tmp_pa
 
 
 def test_adapters_are_written_alone_and_sampled_beside_their_model(plain, source, tmp_path):
-    """The workdir, and the model it started from with the adapters of its PEFT folder, say the same."""
+    """Adapters are exported alone; the workdir and the base model with the PEFT folder sample the same tokens."""
     out = tmp_path / "adapter"
     done = runs.command("jaxllm.convert", f"--model={plain[0]}", "--to=peft", f"--out={out}")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""GGUF files: every family there and back to the bit, and how a file is laid out."""
+"""GGUF files: bitwise round trips of every family, and the layout of a file."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from jaxllm.interop.gguf import model as gguf
 def test_every_family_comes_back_to_the_bit(name, tmp_path):
     family, model = FAMILIES[name]
     params = random_params(model)
-    if model.norm == "rmsnorm_plus_one":  # what 1 + w in float32 can hold
+    if model.norm == "rmsnorm_plus_one":  # values that 1 + w in float32 represents exactly
         params = jax.tree_util.tree_map_with_path(_quarters, params)
     write(tmp_path / "m.gguf", model, params)
     opened = gguf.open_file(tmp_path / "m.gguf")
@@ -63,7 +63,7 @@ def test_norms_of_gemma_stand_as_one_plus_w(tmp_path):
     w = np.asarray(params["final_norm"]["scale"])
     np.testing.assert_array_equal(file.read("output_norm.weight"), np.float32(1) + w)
     again = gguf.open_file(tmp_path / "m.gguf").load(jnp.float32)["final_norm"]["scale"]
-    np.testing.assert_array_equal(1 + np.asarray(again), 1 + w)  # what the model computes with
+    np.testing.assert_array_equal(1 + np.asarray(again), 1 + w)  # the value that the model computes with
     assert gguf_file.open_tensors(write_plain(tmp_path)).read("output_norm.weight").mean() != pytest.approx(2, abs=0.5)
 
 
@@ -71,7 +71,7 @@ GROUPED = dataclasses.replace(LLAMA, heads=8, kv_heads=2, head_dim=8, width=64, 
 
 
 def in_pairs(rows, heads):
-    """Rows as llama.cpp's converter lays them: of each head 0, H/2, 1, H/2 + 1, …"""
+    """Permutes rows as llama.cpp's converter does: within each head 0, H/2, 1, H/2 + 1, …"""
     H = len(rows) // heads
     order = [head * H + half * (H // 2) + i for head in range(heads) for i in range(H // 2) for half in (0, 1)]
     return rows[order]
@@ -79,7 +79,7 @@ def in_pairs(rows, heads):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_query_and_key_rows_are_put_back_with_their_own_head_counts(family, tmp_path):
-    """A file as llama.cpp's converter makes it of a checkpoint's matrices [out, in], in float16."""
+    """Reads a float16 file laid out as llama.cpp's converter writes a checkpoint's matrices [out, in]."""
     write(tmp_path / "base.gguf", GROUPED, quantization="F16")
     rng = np.random.default_rng(0)
     shapes = {"q": (64, 64), "k": (16, 64)}
@@ -107,7 +107,7 @@ def test_query_and_key_rows_are_put_back_with_their_own_head_counts(family, tmp_
 
     base = gguf_file.open_tensors(tmp_path / "base.gguf")
     assert right(loaded(heads))
-    if family == "llama":  # a file, or a reader, that takes the query heads for the keys is told apart
+    if family == "llama":  # using the number of query heads for the keys is detected
         assert not right(loaded({"q": 8, "k": 8}))
 
 
@@ -150,7 +150,7 @@ def test_a_model_in_several_files(tmp_path):
 
 
 def test_metadata_of_the_published_names_is_read_without_a_model():
-    """`describe` at the size of a 70B model, from shapes alone."""
+    """Runs `describe` on shapes alone at the size of a 70B model."""
     model = architectures.ARCHITECTURES["llama3.1-70b"]
     keys = gguf_keys.values(model, "llama") | {"general.architecture": "llama"}
     constants = rope.constants(model)

@@ -1,4 +1,4 @@
-"""Quantised tensors: every kind arrives where it belongs, one at a time; kinds without a reader are named."""
+"""Quantized tensors: every type is dequantized into the right place, one at a time; unsupported types are named."""
 
 import dataclasses
 import weakref
@@ -20,7 +20,7 @@ from jaxllm.interop.gguf import model as gguf
 WIDE = dataclasses.replace(LLAMA, width=256, heads=4, kv_heads=2, head_dim=64, mlp_width=256, layers=1, vocab_size=32)
 
 
-# Where the scales of a block stand that has no quantizer: (first byte, number of float16).
+# Position of the scales in blocks of types without a quantizer: (first byte, number of float16 values).
 SCALES = {"Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 1)}
 
 
@@ -28,7 +28,7 @@ KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *SCALES]
 
 
 def blocks(kind, shape, rng):
-    """A quantised matrix: of random numbers, or of random bits with scales that are numbers."""
+    """Returns a quantized matrix of random values, or of random bits with finite scales."""
     type_ = GGMLQuantizationType[kind]
     if kind not in SCALES:
         return quantize(rng.normal(size=shape).astype(np.float32), type_)
@@ -65,7 +65,7 @@ def test_quantised_blocks_arrive_where_they_belong(kind, tmp_path):
                 for half in (0, 1):
                     row = rows[head * 64 + 2 * i + half]
                     np.testing.assert_array_equal(layer["attn"][name][:, head, i + 32 * half], row)
-    assert not np.array_equal(layer["mlp"]["gate"], want["blk.0.ffn_gate.weight"])  # the transpose is seen
+    assert not np.array_equal(layer["mlp"]["gate"], want["blk.0.ffn_gate.weight"])  # a transpose is detected
 
 
 def test_q8_0_is_what_the_library_makes_and_narrow_rows_are_f16(tmp_path):
@@ -85,7 +85,7 @@ def test_never_more_than_one_tensor_is_dequantised(tmp_path, monkeypatch):
     alive, most = [], []
 
     def counted(data, kind):
-        made = dequantize(data, kind).copy()  # an array of its own, which views of it keep alive
+        made = dequantize(data, kind).copy()  # a separate array, kept alive by views of it
         alive.append(1)
         most.append(len(alive))
         weakref.finalize(made, alive.pop)

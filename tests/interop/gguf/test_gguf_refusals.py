@@ -1,4 +1,4 @@
-"""GGUF files that cannot be used: one line, before anything is read."""
+"""GGUF files that cannot be used: a one-line error before any tensor is read."""
 
 import contextlib
 import struct
@@ -74,7 +74,7 @@ def test_damaged_files_are_told_before_anything_is_read(tmp_path):
         with pytest.raises(UserError) as caught:
             gguf.open_file(path)
         assert words in str(caught.value)
-    for at in range(24, 2000, 37):  # a flipped byte in the header never ends in anything but a line, or a model
+    for at in range(24, 2000, 37):  # a corrupted header byte results in a one-line error or a model, nothing else
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with contextlib.suppress(UserError):
             gguf.open_file(path)

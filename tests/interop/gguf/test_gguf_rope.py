@@ -1,4 +1,4 @@
-"""Llama 3.1's positions in a GGUF file: factors that stand for their numbers."""
+"""Llama 3.1's RoPE scaling in GGUF files: the tensor of factors is mapped back to the scaling parameters."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def test_factors_of_llama_3_stand_for_their_numbers(tmp_path):
     opened = gguf.open_file(tmp_path / "m.gguf").model
     assert opened.rope_scaling == "llama3"
     assert rope.same(opened, LLAMA3)
-    # Converters before ours kept no original context: that of the releases is found.
+    # Older converters did not write the original context length; the value of the releases is recovered.
     other = rewritten(tmp_path / "m.gguf", tmp_path / "o.gguf", {"llama.rope.scaling.original_context_length": None})
     assert gguf.open_file(other).model == opened
     for change in ({"rope_low_freq_factor": 2.0}, {"rope_factor": 8.0}, {"rope_original_context": 4096}):

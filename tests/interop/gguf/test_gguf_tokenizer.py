@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: words split as the file says, SentencePiece without merges, and the way there and back."""
+"""GGUF tokenizers: pre-tokenization as named in the file, SentencePiece without merges, and round trips."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def metadata(values):
 
 
 def trained(path, pre, whole_words=False, **added):
-    """A byte-level BPE that is trained on words split by `pre`."""
+    """Trains a byte-level BPE on words split by the pre-tokenizer `pre`."""
     built = tokenizers.Tokenizer(models.BPE(ignore_merges=whole_words))
     built.pre_tokenizer, built.decoder = pre, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -51,7 +51,7 @@ GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-# As the tokenizer.json files of the releases have them.
+# Pre-tokenizers as in the tokenizer.json files of the releases.
 RELEASED = {
     "gpt-2": (GPT2, False),
     "smollm": (SMOLLM, False),
@@ -76,7 +76,7 @@ def test_a_byte_level_tokenizer_goes_there_and_back(name, tmp_path):
     assert set(again.end_ids) == set(ours.end_ids)
     assert again.end_ids[0] == ours.end_ids[0]
     assert gguf_tokenizer.special_names(Metadata(values, ""))["bos_token"] == "<|endoftext|>"
-    # Another name would have cut the same text otherwise, and in more tokens: what is told apart here is not seen.
+    # Another pre-tokenizer name splits the text differently, into more tokens, without an error: the ids must differ.
     wrong = "llama-bpe" if name in ("gpt-2", "smollm") else "gpt-2"
     other = gguf_tokenizer.read(Metadata(values | {"tokenizer.ggml.pre": wrong}, "m.gguf"))
     assert other.encode(MIXED).tolist() != ours.encode(MIXED).tolist()
@@ -177,7 +177,7 @@ def test_ends_are_those_of_the_keys_then_those_known_by_name():
     types = [*BYTES["token_type"], CONTROL, CONTROL, NORMAL]
     values = BYTES | {"tokens": tokens, "token_type": types, "eot_token_id": 260}
     tokenizer = gguf_tokenizer.read(metadata(values))
-    assert tokenizer.end_ids == (258, 260, 259)  # an id of a name that is not marked as special ends nothing
+    assert tokenizer.end_ids == (258, 260, 259)  # an id whose token is not marked as special is not an end id
     assert tokenizer.encode("ab<stop>").tolist()[0] == 256
     assert 260 not in tokenizer.encode("ab<stop>").tolist()
     assert tokenizer.encode("ab<stop>", special=True).tolist() == [256, 260]
@@ -189,7 +189,7 @@ PIECES = ["▁", *"abcde", "日", "▁a", "ab", "bc", "abc", "cd", "▁ab", "de"
 
 
 def sentencepiece(seed=0, **changes):
-    """Llama 2's order: <unk>, <s>, </s>, bytes, then pieces, of which the longer come in any order."""
+    """Returns metadata in Llama 2's order: <unk>, <s>, </s>, bytes, pieces; the order of longer pieces is random."""
     rng = random.Random(seed)
     long = [piece for piece in PIECES if len(piece) > 1]
     rng.shuffle(long)
@@ -202,7 +202,7 @@ def sentencepiece(seed=0, **changes):
 
 
 def by_the_definition(values, text, prefix=True):
-    """Of all neighbours that make a piece together, the pair with the best score becomes one, the leftmost first."""
+    """Tokenizes by definition: repeatedly merges the adjacent pair with the best score, the leftmost on ties."""
     ids = {token: i for i, token in enumerate(values["tokens"])}
     symbols = list(("▁" if prefix and text else "") + text.replace(" ", "▁"))
     usable = {t for t, kind in zip(values["tokens"], values["token_type"], strict=True) if kind == NORMAL}
@@ -235,7 +235,7 @@ def _cached(seed, prefix):
 
 
 def test_scores_decide_the_pieces():
-    """The fault: merges in the order of ids, or the worst first, would give other ids for these texts."""
+    """Scores determine the merges: reversed scores, as a planted fault, give other ids for these texts."""
     texts = ["abcdea abcde", "deabcd", "abc bcd dea"]
     values = sentencepiece(1)
     ours = gguf_tokenizer.read(metadata(values))
@@ -248,7 +248,7 @@ def test_tokens_of_a_sentencepiece_file():
     ours = gguf_tokenizer.read(metadata(sentencepiece()))
     assert (ours.bos_id, ours.end_ids, ours.drops_leading_space) == (1, (2,), True)
     user = ours.encode("a<user>b").tolist()
-    assert ours.decode(user) == "a<user> b"  # text after such a token begins with a space again, as in llama.cpp
+    assert ours.decode(user) == "a<user> b"  # text after such a token starts with a space again, as in llama.cpp
     assert user.count(ours.vocab_size - 2) == 1
     assert ours.encode("</s>", special=True).tolist() == [2]
     assert 2 not in ours.encode("</s>").tolist()

@@ -1,4 +1,4 @@
-"""What is written to GGUF, and what is refused since llama.cpp would run it otherwise."""
+"""GGUF export: contents of the file, and refusal of models that llama.cpp would run differently."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""config.json of every family: old and new spellings, defaults, both ways, and what is refused."""
+"""config.json of every family: old and new spellings, defaults, reading and writing, and refusals."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from jaxllm.interop.huggingface import families
 from jaxllm.interop.huggingface.config_file import canonical, read_config, write_config
 from jaxllm.model.layers import rope_frequencies
 
-# Fields as releases have them; what is said twice or says nothing stays in.
+# Fields as in the releases, including redundant ones and ones without effect.
 LLAMA32 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -149,7 +149,7 @@ def test_new_spellings_say_the_same():
 
 @pytest.mark.parametrize(("width", "heads", "kv_heads"), [(5120, 64, 8), (2560, 32, 8)])
 def test_a_head_is_as_large_as_the_file_says(width, heads, kv_heads):
-    """CASES E1: 128, though width / heads is 80; and the exported file says so."""
+    """head_dim is read from the file: 128, although width / heads is 80. The exported file states it too (CASES E1)."""
     sizes = {"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     model = read({"model_type": "qwen3", "head_dim": 128} | sizes)
     assert model.head_dim == 128
@@ -161,7 +161,7 @@ def test_a_head_is_as_large_as_the_file_says(width, heads, kv_heads):
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_llama3_frequencies(key):
-    """CASES E2: multipliers of the 32 pairs."""
+    """Llama 3 RoPE scaling: multipliers of the 32 pairs (CASES E2)."""
     scaling = {key if name == "rope_type" else name: value for name, value in LLAMA32["rope_scaling"].items()}
     model = read(LLAMA32, rope_scaling=scaling)
     plain = read(LLAMA32, rope_scaling=None)
@@ -195,7 +195,7 @@ def test_layers_that_slide():
 
 
 def test_longrope_and_partial_rotation():
-    """Phi-4-mini's spelling: factors for the pairs that turn, the original context beside the table."""
+    """Reads Phi-4-mini's spelling: factors for the rotated pairs, and the original context outside the table."""
     model = read(
         {
             "model_type": "phi3",
@@ -274,7 +274,7 @@ def test_a_model_that_no_family_has_is_told_by_its_nearest():
 
 
 def test_a_part_that_is_forgotten_is_a_fault_that_shows(monkeypatch):
-    """Reading what was written is what makes writing right: take the window out of what is written, and it is seen."""
+    """Writing is verified by reading back: a wrong sliding window in the written configuration is detected."""
     family = families.FAMILIES["mistral"]
     parts = tuple(
         dataclasses.replace(part, write=lambda m: {"sliding_window": 1})

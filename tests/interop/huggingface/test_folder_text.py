@@ -1,4 +1,4 @@
-"""What stands beside a folder's weights, as releases have it and as they should not: used, or one line."""
+"""Tokenizer, template and generation files next to a folder's weights: valid ones are used, others are refused."""
 
 import json
 

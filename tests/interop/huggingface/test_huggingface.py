@@ -1,4 +1,4 @@
-"""Folders: opened and written, every tensor accounted for, and what stands beside the weights."""
+"""Hugging Face folders: reading and writing, with every tensor accounted for, and the files next to the weights."""
 
 import json
 
@@ -29,7 +29,7 @@ def equal(a, b):
 
 
 def rewrite(folder, change):
-    """The folder's tensors, with a function's changes."""
+    """Applies `change` to the tensors of a folder."""
     files = TensorFiles(folder)
     tensors = {name: np.array(files.read(name)) for name in files.entries}
     dtype = files.dtype()
@@ -60,7 +60,7 @@ def test_folder_and_back(tmp_path, family, shard_bytes, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_a_detour_through_another_dtype_would_show(tmp_path, dtype):
-    """What the test before would see, if a folder were read or written through bfloat16, or lost a number's bit."""
+    """A conversion through bfloat16 or a flipped bit would be detected by the previous test."""
     tree = folders.random_tree(MODEL, dtype)
     found = open_model(str(folders.write(tmp_path / "m", MODEL, tree, FAMILY, 5000))).load(dtype)
     assert equal(found, tree)
@@ -73,7 +73,7 @@ def test_a_detour_through_another_dtype_would_show(tmp_path, dtype):
 
 
 def test_names_of_base_models_and_of_old_releases(tmp_path):
-    """Without what stands before the names; with the constants that old releases wrote beside the weights."""
+    """Reads names without the prefix of the base model, and ignores the constants that old releases stored."""
     model = folders.FAMILIES["gpt2"]
     tree = folders.random_tree(model, np.float32)
     folder = folders.write(tmp_path / "m", model, tree, "gpt2")
@@ -94,7 +94,7 @@ def test_names_of_base_models_and_of_old_releases(tmp_path):
 
 @pytest.mark.parametrize("prefixes", [("language_model.", ""), ("model.language_model.", "model.")])
 def test_the_language_model_in_a_model_of_images(tmp_path, prefixes):
-    """As releases before and after transformers 4.52 name its tensors."""
+    """Reads the language model of a vision-language folder, with tensor names before and after transformers 4.52."""
     model = folders.FAMILIES["gemma3_text"]
     tree = folders.random_tree(model)
     folder = folders.write(tmp_path / "m", model, tree, "gemma3_text")
@@ -115,12 +115,12 @@ def test_the_language_model_in_a_model_of_images(tmp_path, prefixes):
     assert equal(opened.load(ml_dtypes.bfloat16), tree)
     assert opened.end_ids == (1, 5)
     (folder / "config.json").write_text(json.dumps(text))
-    with pytest.raises(UserError, match="2 unexpected"):  # eyes, in a model that says it has none
+    with pytest.raises(UserError, match="2 unexpected"):  # vision tensors in a text-only model
         open_model(str(folder))
 
 
 def tied_case(tmp_path, tied, head):
-    """A folder with a head that is there, absent, or another (CASES E7)."""
+    """Returns a folder whose output head is present, absent, or different (CASES E7)."""
     model = folders.FAMILIES["qwen3"]
     folder = folders.write(tmp_path / "m", model, folders.random_tree(model), "qwen3")
     assert model.tied_embeddings
@@ -241,7 +241,7 @@ def test_without_a_network_one_line_tells(monkeypatch):
 
 
 def test_the_hub_is_asked_for_what_is_needed(tmp_path, monkeypatch):
-    """The configuration first: what there is no model for is not downloaded."""
+    """The configuration is downloaded first, so weights of an unsupported model are not downloaded."""
     folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
     asked = []
 

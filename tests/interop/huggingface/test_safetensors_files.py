@@ -1,4 +1,4 @@
-"""Files of safetensors: read as views, written one tensor at a time, and refused where they are not whole."""
+"""Safetensors files: read as views, written one tensor at a time, and refused if incomplete."""
 
 import json
 import tracemalloc
@@ -35,7 +35,7 @@ def test_what_is_written_is_read(tmp_path, dtype, shard_bytes):
 
 
 def test_the_formats_own_library_agrees(tmp_path):
-    """It reads what we write, and we read what it writes."""
+    """The safetensors library reads files written by jaxllm, and the reverse."""
     made(tmp_path)
     with safetensors.safe_open(tmp_path / ALONE, "np") as file:
         assert file.metadata() == {"format": "pt"}
@@ -55,7 +55,7 @@ def by_hand(path, header, data):
 
 @pytest.mark.parametrize("count", [2, 1 << 19])
 def test_bfloat16_from_bytes(tmp_path, count):
-    """0x3F80 is 1 and 0xC040 is −3 (CASES E6), small and large, and nothing of float32 is made on the way."""
+    """Decodes bfloat16 without a float32 copy: 0x3F80 is 1 and 0xC040 is −3 (CASES E6), in small and large arrays."""
     data = np.tile(np.array([0x3F80, 0xC040], "<u2"), count // 2).tobytes()
     by_hand(tmp_path / ALONE, {"x": {"dtype": "BF16", "shape": [count], "data_offsets": [0, len(data)]}}, data)
     tracemalloc.start()
