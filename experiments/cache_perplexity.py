@@ -2,9 +2,9 @@
 
     python experiments/cache_perplexity.py [--model FILE.gguf]
 
-SmolLM2-135M-Instruct reads `held_out.txt` through its cache, a chunk at a time: every token attends to keys and values
-as the cache has them, those of its own chunk too. All else is float32. Prints claim, prediction, measurement and
-verdict, and keeps them in `results/cache_perplexity.json`.
+SmolLM2-135M-Instruct reads `held_out.txt` through its cache, one chunk at a time: every token attends to keys and
+values as stored in the cache, including those of its own chunk. All else is float32. Prints the claim, prediction,
+measurement and verdict, and writes them to `results/cache_perplexity.json`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from jaxllm.model import transformer
 RESULT = pathlib.Path(__file__).parent / "results" / "cache_perplexity.json"
 CHUNK = 128
 CACHES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
-PREDICTED = 0.01  # of the perplexity
+PREDICTED = 0.01  # relative change of the perplexity
 
 
 def chunk_losses(
@@ -43,7 +43,7 @@ def chunk_losses(
     valid: Bool[Array, "B T"],
     model: Architecture,
 ) -> tuple[Float[Array, "B T"], KVCache]:
-    """(loss of each target in nats, 0 where it is padding; the cache with the tokens)."""
+    """Returns the loss of each target in nats, 0 for padding, and the cache with the tokens appended."""
     positions = jnp.where(valid, cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None, :], 0)
     how: dict[str, Any] = {"valid": valid, "cache": cache.kv, "lengths": cache.lengths, "capacity": cache.capacity}
     hidden, kv, _ = transformer.forward(params, tokens, positions, model, **how)
@@ -53,7 +53,7 @@ def chunk_losses(
 
 
 def perplexity(model: Architecture, params: Any, ids: np.ndarray, dtype: Any, chunk: int) -> float:
-    """exp of the mean loss of every id after the first, through a cache in `dtype`."""
+    """Returns exp of the mean loss of every id after the first, computed through a cache in `dtype`."""
     run = jax.jit(functools.partial(chunk_losses, model=model), donate_argnums=1)
     count = len(ids) - 1
     capacity = math.ceil(count / chunk) * chunk

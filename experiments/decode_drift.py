@@ -1,14 +1,14 @@
-"""Claim: greedy tokens in float32 do not depend on the batch size; in bfloat16 a row leaves its tokens only where the
-two likeliest are nearly equal.
+"""Claim: greedy tokens in float32 do not depend on the batch size; in bfloat16 a row diverges only where the top
+two logits are nearly equal.
 
     python experiments/decode_drift.py [--model FILE.gguf] [--tokens 32]
 
-SmolLM2-135M-Instruct continues the same prompts alone and in batches of 2 to 16 by the programs of `jaxllm.sample`.
-Prints claim, prediction, measurement and verdict, and keeps them in `results/decode_drift.json`. The default device of
-JAX runs it; JAX_PLATFORMS=cpu takes the processor.
+SmolLM2-135M-Instruct continues the same prompts alone and in batches of 2 to 16, with the programs of `jaxllm.sample`.
+Prints the claim, prediction, measurement and verdict, and writes them to `results/decode_drift.json`. Runs on JAX's
+default device; JAX_PLATFORMS=cpu selects the CPU.
 
-A gap is what the logit of the token that batch size 1 chose is above that of the token which another batch size chose
-in its place, after the same text; once from a plain forward pass in the dtype of the run, once in float32.
+A gap is the logit of the token chosen at batch size 1 minus the logit of the token chosen at another batch size, after
+the same text: once from a plain forward pass in the dtype of the run, once in float32.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from jaxllm.model import transformer
 
 RESULT = pathlib.Path(__file__).parent / "results" / "decode_drift.json"
 SIZES = (1, 2, 4, 8, 16)
-CHUNK = 32  # prompt tokens at a time; every prompt is shorter
-PREDICTED_GAP = 0.25  # a logit of 16 to 32 is known to 0.125 or so in bfloat16
+CHUNK = 32  # prompt tokens per prefill; every prompt is shorter
+PREDICTED_GAP = 0.25  # the resolution of bfloat16 logits from 16 to 32 is about 0.125
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived",
@@ -47,14 +47,14 @@ PROMPTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """A row that has other tokens than its prompt has alone.
+    """Row whose tokens differ from those of its prompt at batch size 1.
 
     Attributes:
-      size: of the batch.
-      prompt: its number.
-      position: of the first token that differs, among the new ones; the shorter row's end where it is a part of the
-        longer.
-      alone, together: the tokens there; -1 where a row has ended.
+      size: batch size.
+      prompt: index of the prompt.
+      position: index of the first differing token among the new ones; the shorter row's length if it is a prefix of
+        the longer one.
+      alone, together: the token at `position` at batch size 1 and in the batch; -1 if the row has ended.
     """
 
     size: int
@@ -65,7 +65,7 @@ class Drift:
 
 
 def first_difference(alone: Sequence[int], together: Sequence[int]) -> int | None:
-    """The first position at which two rows of tokens differ, or None."""
+    """Returns the first position at which two rows of tokens differ, or None if they are equal."""
     for position, (x, y) in enumerate(zip(alone, together, strict=False)):
         if x != y:
             return position
@@ -75,13 +75,14 @@ def first_difference(alone: Sequence[int], together: Sequence[int]) -> int | Non
 def drifts(
     continued: Callable[[list[str]], list[list[int]]], prompts: Sequence[str], sizes: Sequence[int]
 ) -> tuple[list[list[int]], dict[int, int], list[Drift]]:
-    """Every prompt in batches of every size.
+    """Runs every prompt in batches of every size and compares its tokens with those at batch size 1.
 
     Args:
-      continued: prompts of one batch -> the new tokens of each.
-      sizes: of batches, the first of them 1. Prompts fill a batch in turn, again from the first where it is larger.
+      continued: maps the prompts of one batch to the new tokens of each.
+      sizes: batch sizes; the first is 1. Prompts fill a batch in order and repeat if the batch is larger.
+
     Returns:
-      (tokens of each prompt alone, rows run in batches of each size, the rows that differ).
+      (tokens of each prompt alone, number of rows run at each batch size, the rows that differ).
     """
     assert sizes[0] == 1, "the other sizes are held against one prompt alone"
     alone = [continued([prompt])[0] for prompt in prompts]
@@ -105,7 +106,7 @@ def tokens_at(row: Sequence[int], position: int) -> int:
 
 
 class Logits:
-    """A plain forward pass over one text, in one dtype; compiled once."""
+    """Plain forward pass over one text in one dtype, compiled once."""
 
     def __init__(self, opened: Pretrained, params: Any, capacity: int):
         self._params, self._capacity = params, capacity
@@ -117,16 +118,18 @@ class Logits:
         self._run = jax.jit(run)
 
     def __call__(self, ids: Sequence[int]) -> np.ndarray:
-        """[T, V], float32: after each token."""
+        """Returns the logits [T, V], float32, after each token."""
         padded = np.zeros(self._capacity, np.int32)
         padded[: len(ids)] = ids
         return np.asarray(self._run(self._params, padded))[: len(ids)]
 
 
 def measure(opened: Pretrained, dtype: Any, tokens: int, exact: Any) -> dict[str, Any]:
-    """All that is measured of one dtype.
+    """Measures one dtype: rows that differ, and the logit gaps at and around the differences.
 
     Args:
+      dtype: dtype of the parameters and of the generator.
+      tokens: new tokens per prompt.
       exact: float32 parameters.
     """
     assert opened.tokenizer is not None
@@ -171,7 +174,7 @@ def measure(opened: Pretrained, dtype: Any, tokens: int, exact: Any) -> dict[str
 
 
 def machine() -> dict[str, Any]:
-    """What ran it."""
+    """Returns the device, processor and software versions of this run."""
     device = jax.devices()[0]
     return {
         "kind": device.platform.upper(),
@@ -193,7 +196,7 @@ def verdict(found: dict[str, Any]) -> dict[str, bool]:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Prints what was measured with its verdict, and keeps both."""
+    """Prints the measurement and its verdict, and writes both to the result file."""
     print((__doc__ or "").split("\n\n")[0])
     print(f"\nprediction: none in float32; in bfloat16 rows differ, none where the gap is over {PREDICTED_GAP}\n")
     for name, part in found["dtypes"].items():

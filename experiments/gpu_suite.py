@@ -1,20 +1,20 @@
-"""Claim: the attention kernels are right on this GPU; and how fast they, the train step and the generator are on it.
+"""Claim: the attention kernels are correct on this GPU. Also measures the speed of kernels, train step and generator.
 
     python experiments/gpu_suite.py                # one GPU, under 9 minutes; writes results/gpu_suite_<device>.json
     python experiments/gpu_suite.py --only attention,tiles
-    python experiments/gpu_suite.py --tiny         # the same code on a CPU, small, the kernels interpreted
+    python experiments/gpu_suite.py --tiny         # the same code on a CPU: small sizes, interpreted kernels
 
-Sections, each in a process of its own with a share of the time, so that what crashes or hangs ends alone:
+Each section runs in its own process with its own time limit, so a crash or hang ends that section alone:
 
     correctness   kernels against float64 over a grid of shapes, masks and dtypes; ten repeats
-    attention     TFLOP/s beside cuDNN's and the kernels in JAX's own tree, 1,024 to 32,768 tokens
-    ledger        the ledger's peak, XLA's, and the device's own, of ten configurations
+    attention     TFLOP/s compared with cuDNN and the kernels in JAX's source tree, 1,024 to 32,768 tokens
+    ledger        peak memory by the ledger, by XLA and measured on the device, for ten configurations
     training      MFU of train steps of 1B-class models
-    generation    prompt and new tokens a second of the generator
-    decode        bytes a second of decode attention, as a share of a copy
-    tiles         which tile sizes of the kernels are fastest here
+    generation    prompt and new tokens per second of the generator
+    decode        bytes per second of decode attention, as a fraction of a copy's
+    tiles         the fastest tile sizes of the kernels on this device
 
-Exit status: 1 where a kernel is wrong, or its section did not end; else 0.
+Exit status: 1 if a kernel is wrong or the correctness section did not finish; else 0.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from typing import Any
 from suite import records, table
 from suite.records import Context, Record
 
-# Section -> (module, share of the time), in the order in which they run.
+# Section -> (module, weight of its time limit), in execution order.
 SECTIONS = {
     "correctness": ("correctness", 30),
     "attention": ("attention", 22),
@@ -46,24 +46,24 @@ SECTIONS = {
     "decode": ("bandwidth", 10),
     "tiles": ("tune", 20),
 }
-SECONDS = 500.0  # of all sections together
-_GRACE = 10.0  # that a section may take past its time, before it is ended
+SECONDS = 500.0  # for all sections together
+_GRACE = 10.0  # seconds past its limit before a section is killed
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
-    """What the figures were taken with."""
-    import jax  # starts the device: in a section's process alone
+    """Returns the device kind, platform and JAX version of this process."""
+    import jax  # initializes the device, so only in a section's process
 
     device = jax.devices()[0]
     return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
 
 
 def require_gpu(tiny: bool) -> None:
-    """Ends the process where JAX has found no GPU, on which alone the sizes make sense.
+    """Exits if JAX has found no GPU, since the full sizes only make sense on one.
 
     Raises:
-      SystemExit: with status 2 and one line.
+      SystemExit: status 2, after one line on stderr, if there is no GPU and `tiny` is false.
     """
     told = environment()
     if not tiny and told["platform"] != "gpu":
@@ -72,7 +72,7 @@ def require_gpu(tiny: bool) -> None:
 
 
 def driver() -> str:
-    """The NVIDIA driver's version; "none" where there is none."""
+    """Returns the NVIDIA driver's version, or "none" if there is none."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
@@ -82,20 +82,20 @@ def driver() -> str:
 
 
 def section(context: Context) -> None:
-    """A section, in this process."""
-    if context.section != "ledger":  # which leaves the device to processes of its own
+    """Runs one section in this process."""
+    if context.section != "ledger":  # its child processes use the device
         require_gpu(context.tiny)
         context.add("environment", detail=environment(), note="the device that ran it")
     try:
         importlib.import_module(f"suite.{SECTIONS[context.section][0]}").run(context)
-    except Exception as error:  # whatever it is, the other sections are none the worse
+    except Exception as error:  # recorded here; the other sections still run
         context.add("section", note=f"failed: {records.told(error)}")
         raise
     context.add("section", note="ended")
 
 
 def child(name: str, path: pathlib.Path, seconds: float, tiny: bool) -> None:
-    """Runs a section in a process of its own; ends it, and what it started, when its time is over."""
+    """Runs a section in its own process and kills its process group when its time is over."""
     command = [sys.executable, __file__, "--section", name, "--records", str(path), "--seconds", str(seconds)]
     log = path.with_suffix(f".{name}.log")
     with log.open("w") as out:
@@ -122,7 +122,7 @@ def add(path: pathlib.Path, name: str, note: str) -> None:
 
 
 def is_correct(found: Sequence[Record]) -> bool:
-    """No check of a kernel fails, there are some, and the section came to its end."""
+    """Returns True if the correctness section finished with at least one check and no failed check."""
     own = [record for record in found if record.section == "correctness"]
     ended = any(record.name == "section" and record.note == "ended" for record in own)
     checks = [record.ok for record in own if record.ok is not None]
@@ -130,7 +130,7 @@ def is_correct(found: Sequence[Record]) -> bool:
 
 
 def document(found: Sequence[Record], seconds: float, tiny: bool, only: Sequence[str]) -> dict[str, Any]:
-    """The JSON of a run."""
+    """Returns the JSON document of a run."""
     told = next((dict(record.detail) for record in found if record.name == "environment"), {})
     return {
         "device": told.get("device", "unknown"),
@@ -147,7 +147,7 @@ def document(found: Sequence[Record], seconds: float, tiny: bool, only: Sequence
 
 
 def suite(arguments: argparse.Namespace) -> int:
-    """Runs the sections asked for; prints the table, writes the JSON."""
+    """Runs the requested sections, prints the table, writes the JSON and returns the exit status."""
     only = arguments.only.split(",")
     unknown = set(only) - set(SECTIONS)
     if unknown:
@@ -158,14 +158,14 @@ def suite(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "records.jsonl"
         for index, name in enumerate(chosen):
-            # What a section leaves of its share, those after it have.
+            # Time that a section does not use goes to later ones.
             left = arguments.seconds - (time.monotonic() - begun)
             shares = [SECTIONS[later][1] for later in chosen[index:]]
             seconds = max(left, 0.0) * shares[0] / sum(shares)
             print(f"{name}: {seconds:.0f} s at most", file=sys.stderr, flush=True)
             child(name, path, seconds, arguments.tiny)
         found = records.read(path)
-    found.sort(key=lambda record: chosen.index(record.section))  # stable: a section's own order stays
+    found.sort(key=lambda record: chosen.index(record.section))  # stable: keeps the order within a section
     made = document(found, time.monotonic() - begun, arguments.tiny, chosen)
     records.check(made)
     shown = [record for record in found if record.name != "environment" and record.note != "ended"]
@@ -176,7 +176,7 @@ def suite(arguments: argparse.Namespace) -> int:
 
 
 def write(made: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Where `--out` says, or among the results; a tiny run's figures are of no use to anyone."""
+    """Writes the JSON to `--out`, or else to `results/`; a tiny run is written only if `--out` is given."""
     out = arguments.out
     if out is None and not arguments.tiny:
         slug = re.sub(r"[^a-z0-9]+", "_", made["device"].lower()).strip("_")
@@ -193,7 +193,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all sections together")
     parser.add_argument("--out", type=pathlib.Path, help="where the JSON goes")
     for name, kind in (("--section", str), ("--cell", int), ("--records", pathlib.Path)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # of the processes that it starts
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # for child processes
     return parser.parse_args()
 
 
@@ -207,7 +207,7 @@ def main() -> int:
         section(context)
     else:
         require_gpu(context.tiny)
-        from suite import memory  # imports JAX, which the process that starts all others must not
+        from suite import memory  # imports JAX, which the parent process must not
 
         memory.cell(context, arguments.cell)
     return 0

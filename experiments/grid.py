@@ -1,8 +1,8 @@
-"""The cells of the grid: training runs of published models, drawn by a fixed seed, that a device can hold or nearly.
+"""Grid cells: training runs of published models, drawn with a fixed seed, that fit or nearly fit a device.
 
-A draw takes a model, a mesh, a ZeRO stage, an optimizer, a precision, a remat policy, an attention, and the shape of a
-batch, each at random and from what people use. Passed over are draws that the configuration's own checks refuse, and
-those whose state and kept activations, which the ledger knows to the byte, are under 1 % of the device or over 90 %.
+A draw picks a model, mesh, ZeRO stage, optimizer, precision, remat policy, attention and batch shape at random from
+values in common use. Draws are skipped if the configuration's checks refuse them, or if state and saved activations,
+which the ledger computes to the byte, are under 1 % or over 90 % of the device's memory.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from jaxllm.ledger.rows import BOUNDARY
 
 SEED = 20261129
 TARGETS = ("cpu", "h100", "v5e")
-# Devices of a run; on a CPU they are pretended, in one process.
+# Devices per run; on a CPU they are virtual, in one process.
 COUNTS = {"cpu": (1, 1, 2, 4, 8), "h100": (1, 1, 2, 8, 8, 16, 64, 256, 1024), "v5e": (1, 1, 4, 8, 16, 64, 256)}
-# Those of the first draw: one more would change every draw.
+# Models of the first draw; adding one would change every draw.
 _MODELS = (
     *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b", "llama2-7b", "llama2-13b"),
     *("llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b"),
@@ -32,12 +32,12 @@ _MODELS = (
     *("qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "gemma2-2b", "gemma2-9b", "gemma2-27b", "gemma3-1b"),
     *("gemma3-4b", "gemma3-12b", "gemma3-27b", "smollm2-135m", "smollm2-360m", "smollm2-1.7b"),
 )
-# What is trained on a CPU is small.
+# Largest parameter count per target: models trained on a CPU are small.
 _LARGEST = {"cpu": 0.6e9, "h100": 200e9, "v5e": 80e9}
-# Bytes of a device that its cells may fill, as published; a CPU's are those of the machine that the grid pretends.
+# Published memory of each device, bytes; the CPU's is that of an assumed machine.
 MEMORY = {"cpu": 24 * 2**30, "h100": 80 * 10**9, "v5e": 16 * 10**9}
 _OPTIMIZERS = ("adamw", "adamw", "adamw", "adam", "sgd", "momentum", "lion", "adafactor", "muon")
-# A CPU computes in float32 (its bfloat16 products are slow), and hardly anything else is trained on one.
+# CPU training mostly uses float32, since bfloat16 matmuls are slow there.
 _POLICIES = {
     "cpu": ("fp32", "fp32", "fp32", "fp32", "fp32", "bf16"),
     "h100": ("bf16", "bf16", "bf16", "fp32", "fp16", "bf16_pure"),
@@ -58,12 +58,12 @@ _REMATS = (
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One run on so many of one device.
+    """Training run on a number of devices of one kind.
 
     Attributes:
-      name: `h100-00017`, after the draw that made it.
-      target: of TARGETS.
-      config: its configuration.
+      name: target and number of the draw, such as `h100-00017`.
+      target: one of TARGETS.
+      config: the run's configuration.
     """
 
     name: str
@@ -72,13 +72,13 @@ class Cell:
 
 
 def overrides(config: Config) -> dict[str, Any]:
-    """The fields that are not as they are by default: dotted path -> value."""
+    """Returns the fields that differ from their defaults, by dotted path."""
     default = config_tree.field_paths(Config())
     return {path: value for path, value in config_tree.field_paths(config).items() if value != default[path]}
 
 
 def configured(fields: dict[str, Any]) -> Config:
-    """Inverse of `overrides`."""
+    """Returns the configuration with the given fields set; inverse of `overrides`."""
     config = Config()
     for path, value in fields.items():
         section, name = path.split(".")
@@ -87,7 +87,7 @@ def configured(fields: dict[str, Any]) -> Config:
 
 
 def description(config: Config) -> str:
-    """A run in a few words: model, mesh, optimizer, precision, remat policy, micro-batch."""
+    """Returns a short description of a run: model, mesh, optimizer, precision, remat policy and micro-batch."""
     mesh, train = config.mesh, config.train
     rows = train.batch_size // (train.accumulate * mesh.replica * mesh.data)
     return (
@@ -102,7 +102,7 @@ def platform(target: str) -> str:
 
 
 def cells(target: str, count: int) -> Iterator[Cell]:
-    """The first cells of a target; those of a smaller count are the first of a larger one."""
+    """Yields the first `count` cells of a target; a smaller count yields a prefix of a larger one."""
     draw = random.Random(f"{SEED} {target}")
     made = 0
     for attempt in itertools.count():
@@ -114,7 +114,7 @@ def cells(target: str, count: int) -> Iterator[Cell]:
             return
 
 
-# Of the cells whose attention is computed by kernels, what differs from the others.
+# Choices that differ for cells whose attention is computed by kernels.
 _KERNEL_MODELS = ("gpt2", "gpt2-xl", "llama3-8b", "llama3.2-1b", "gemma2-2b", "gemma2-9b", "qwen3-0.6b", "qwen3-8b")
 _KERNEL_COUNTS = {"h100": (1, 1, 2, 8, 8, 64), "v5e": (1, 4, 8, 16)}
 _KERNEL_REMATS = (
@@ -124,7 +124,7 @@ _KERNEL_REMATS = (
 
 
 def kernel_cells(target: str, count: int) -> Iterator[Cell]:
-    """The same of runs whose attention the kernels compute, with nothing of length × length: a draw of its own."""
+    """Yields cells whose attention is computed by kernels, with no length × length array, from a separate draw."""
     draw = random.Random(f"{SEED} {target} kernels")
     made = 0
     for attempt in itertools.count():
@@ -162,7 +162,7 @@ def _draw(
     config.train.attention_chunk = draw.choice((0, 0, 128, 256, 512))
     config.train.loss_chunk = draw.choice((256, 512, 1024, 2048, 4096))
     config.train.accumulate = draw.choice((1, 1, 1, 2, 4, 8))
-    config.attention.implementation = "xla"  # what the first draw was compiled with; `kernel_cells` have kernels
+    config.attention.implementation = "xla"  # as the first draw was compiled; `kernel_cells` overrides it
     rows = draw.choice((1, 1, 2, 4, 8, 16))
     config.train.batch_size = rows * config.train.accumulate * config.mesh.replica * config.mesh.data
     return config

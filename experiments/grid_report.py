@@ -1,4 +1,4 @@
-"""The statistics of the grid's cells: how far each formula's peak is from XLA's, and four other planners' beside it."""
+"""Statistics of the grid cells: the gap between the formula's peak and XLA's, and that of four other estimators."""
 
 import dataclasses
 import json
@@ -18,24 +18,27 @@ from jaxllm.hardware import detect
 from jaxllm.ledger.formula import training_memory as memory
 from jaxllm.ledger.rows import Unknown
 
-# "Fits" is said of what fills so much of a device at most.
+# "Fits" means at most this fraction of the device's memory.
 FILL = 0.95
-# A program that needs more of a GPU than this is remade by XLA to need less (its scheduler's limit is 95 % of what
-# the arguments leave of 80 % of the memory): there is no plan to hold the formula against, only the verdict.
+# Above this fraction of a GPU's memory XLA rewrites a program to need less (its scheduler's limit is 95 % of what the
+# arguments leave of 80 % of the memory), so its peak is not comparable with the formula; only the verdict is.
 REMADE = 0.76
 WIDTH = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A cell, measured.
+    """Formula, XLA and peer figures of one cell.
 
     Attributes:
-      formula: peak by the closed form, bytes.
-      xla: peak by XLA; of a program that was refused, the size that the refusal names, or None.
-      state: the formula's state and batch less XLA's arguments, bytes; None where the program was refused.
-      peers: each planner's peak, bytes; None where it has no answer.
-      fill: formula's part of the device's memory.
+      cell: the grid cell.
+      formula: peak by the formula, bytes.
+      xla: XLA's peak, bytes; for a refused program, the size named by the refusal, or None.
+      refused: XLA refused to compile the program.
+      state: the formula's state and batch minus XLA's arguments, bytes; None if the program was refused.
+      peers: peak by each other estimator, bytes; None if it has no answer.
+      fill: formula's peak as a fraction of the device's memory.
+      memory: the device's memory, bytes.
     """
 
     cell: grid.Cell
@@ -49,18 +52,18 @@ class Result:
 
     @property
     def gap(self) -> float | None:
-        """(formula − XLA) / XLA; None where XLA remade or refused the program."""
+        """Relative gap, (formula − XLA) / XLA; None if XLA rewrote or refused the program."""
         remade = grid.platform(self.cell.target) == "gpu" and self.fill > REMADE
         return None if self.refused or remade or not self.xla else self.formula / self.xla - 1
 
     @property
     def false_fit(self) -> bool:
-        """Said to fit, and XLA needs more than there is."""
+        """True if the formula reports that the run fits and XLA needs more than the device's memory."""
         return self.fill <= FILL and (self.refused or (self.xla or 0) > self.memory)
 
 
 def results(folder: pathlib.Path, target: str) -> list[Result]:
-    """Of the cells that are there, in the order of their draws."""
+    """Returns the results of the stored cells of a target, in draw order."""
     path = folder / f"ledger_vs_xla_{target}.json"
     if not path.exists():
         return []
@@ -95,12 +98,12 @@ def _result(name: str, target: str, told: dict[str, Any]) -> Result:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Of sorted values: the one that so large a part of them is not above."""
+    """Returns the percentile of sorted values at the fraction `part`."""
     return values[min(int(part * len(values)), len(values) - 1)]
 
 
 def report(folder: pathlib.Path) -> None:
-    """Prints the table of all targets, the peers', and the cells that miss most; draws the picture; keeps a summary."""
+    """Prints the tables of all targets, of the peers and of the worst cells; draws the plot; writes a summary."""
     console = Console(width=WIDTH)
     found = {target: results(folder, target) for target in grid.TARGETS}
     found = {target: made for target, made in found.items() if made}
@@ -177,7 +180,7 @@ def _worst_table(made: list[Result]) -> Table:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """The claim in one line: holds, or what does not."""
+    """Returns the verdict on the claim in one line: that it holds, or what fails."""
     faults = []
     for target, told in summary.items():
         faults += [f"{target}: state is {told['state off']:,} B off"] if told["state off"] else []
@@ -188,7 +191,7 @@ def verdict(summary: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, list[Result]], path: pathlib.Path) -> None:
-    """Each cell's formula, and each peer's answer, over XLA's peak; where matplotlib is there."""
+    """Plots each cell's formula and each peer's answer against XLA's peak; does nothing without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:

@@ -1,7 +1,6 @@
-"""Inference settings on which the ledger's peaks are held against XLA's: published models at their own sizes.
+"""Inference settings on which the ledger's peaks are compared with XLA's: published models at their full sizes.
 
-They are compiled and never run, so that a model's size costs nothing. For each there are two programs, prefill and
-decode.
+They are compiled and never run, so a model's size costs nothing. Each setting has two programs, prefill and decode.
 """
 
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ from jaxllm.ledger.compiled.task_programs import SamplingSpec
 from jaxllm.programs import Program
 from jaxllm.step.precision import policy_for
 
-STEPS = 8  # tokens that one decode call makes at most
-# Model, sequences, tokens of context, prompt tokens that one prefill takes of each sequence.
+STEPS = 8  # maximum tokens per decode call
+# Model, sequences, tokens of context, prompt tokens per sequence and prefill call.
 SHAPES = (
     ("gpt2", 1, 1024, 128),
     ("gpt2", 8, 1024, 128),
@@ -51,7 +50,7 @@ SHAPES = (
     ("qwen3-30b-a3b", 1, 4096, 128),
     ("qwen3-30b-a3b", 8, 2048, 128),
 )
-# The same in the other dtype: bfloat16 on a CPU, float32 elsewhere.
+# Settings in the non-default dtype: bfloat16 on a CPU, float32 elsewhere.
 OTHER_DTYPE = (
     ("gpt2", 4, 1024, 128),
     ("smollm2-360m", 4, 2048, 256),
@@ -62,7 +61,7 @@ OTHER_DTYPE = (
     ("llama3-8b", 2, 4096, 128),
     ("qwen3-30b-a3b", 2, 2048, 64),
 )
-# A device with less memory than a program needs refuses it, and a TPU's compiler takes its time.
+# A TPU's compiler refuses programs that need more memory than the device has, and it is slow.
 TPU_MODELS = ("gpt2", "smollm2-360m", "llama3.2-1b", "qwen2.5-1.5b", "qwen3-0.6b", "gemma3-1b", "gemma2-2b")
 DEVICES = {"cpu": "cpu", "h100": "gpu", "v5e": "tpu"}
 
@@ -70,10 +69,10 @@ DEVICES = {"cpu": "cpu", "h100": "gpu", "v5e": "tpu"}
 def inference_cells(
     devices: tuple[str, ...] = ("cpu", "h100", "v5e"),
 ) -> Iterator[tuple[str, Config, SamplingSpec, str]]:
-    """(name, configuration, sampling, device), of which the configuration says model and precision.
+    """Yields (name, configuration, sampling, device); the configuration sets the model and the precision.
 
     Args:
-      devices: "cpu" is this machine's; the others are names of `hardware.detect.named`.
+      devices: "cpu" is this machine's CPU; the others are names known to `hardware.detect.named`.
     """
     for device in devices:
         auto = policy_for("auto", DEVICES[device]).name
@@ -88,7 +87,7 @@ def inference_cells(
 
 
 def programs_of_cell(config: Config, sampling: SamplingSpec, device: str) -> dict[str, Program]:
-    """The cell's prefill and decode."""
+    """Returns the prefill and decode programs of a cell."""
     model = architectures.resolve_config(config)
     dtype = policy_for(config.precision.policy, DEVICES[device]).compute
     how = (sampling.context, dtype, dtype, DEVICES[device] == "tpu")
@@ -99,10 +98,10 @@ def programs_of_cell(config: Config, sampling: SamplingSpec, device: str) -> dic
 
 
 def compile_cell(program: Program, device: str) -> jax.stages.Compiled:
-    """The program for this machine's CPU, or for a device that is absent."""
+    """Compiles a program for this machine's CPU, or for an absent device."""
     if device == "cpu":
         return program.compile()
-    from jaxllm.ledger.compiled import absent  # its compilers are in an environment of their own
+    from jaxllm.ledger.compiled import absent  # needs the environment with the compilers for absent devices
 
     target = detect.named(device).compile_target
     assert target is not None

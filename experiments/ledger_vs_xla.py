@@ -1,13 +1,13 @@
-"""Claim: the ledger's closed forms are what XLA allocates: state to the byte, the peak within a few per cent, and never
-"fits" for what does not.
+"""Claim: the ledger's formulas match XLA's allocation: state to the byte, the peak within a few per cent, and "fits" is
+never reported for a run that does not fit.
 
     python experiments/ledger_vs_xla.py --target h100 --cells 110     # compiles; needs the extra cuda12 (v5e: tpu)
-    python experiments/ledger_vs_xla.py --target h100 --kernels 24    # those whose attention our kernels compute
-    python experiments/ledger_vs_xla.py --report                      # the statistics of what is there
+    python experiments/ledger_vs_xla.py --target h100 --kernels 24    # runs with our attention kernels
+    python experiments/ledger_vs_xla.py --report                      # statistics of the stored cells
 
-Compiles the cells of `grid.py` for each target, and keeps what XLA says of each in
-`results/ledger_vs_xla_<target>.json`, cell by cell, so that an interrupted run goes on where it stopped. Formulas are
-not kept: the report (`grid_report.py`) computes them anew, beside what four other planners would say (`peers.py`).
+Compiles the cells of `grid.py` for each target and saves XLA's figures to `results/ledger_vs_xla_<target>.json` after
+each cell, so an interrupted run resumes where it stopped. Formula results are not saved: the report (`grid_report.py`)
+recomputes them and compares them with four other estimators (`peers.py`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Pretended devices for the CPU's cells; and less of LLVM's work, which changes no buffer.
+# Virtual devices for the CPU cells; less LLVM optimization, which does not change buffers.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
@@ -40,7 +40,7 @@ FIGURES = ("arguments", "outputs", "aliases", "temps", "peak")
 
 
 def inspect(cell: grid.Cell) -> Inspection:
-    """What XLA says of a cell's train step."""
+    """Compiles a cell's train step and returns XLA's figures for it."""
     config, platform = cell.config, grid.platform(cell.target)
     model = architectures.resolve_config(config)
     if platform == "cpu":
@@ -54,14 +54,14 @@ def inspect(cell: grid.Cell) -> Inspection:
 
 
 def measure(cell: grid.Cell) -> dict[str, Any]:
-    """The same as JSON: bytes on one device, or the compiler's refusal, and the run."""
+    """Returns a cell's figures as JSON: bytes on one device or the compiler's refusal, seconds, and the run."""
     found = inspect(cell)
     figures = {name: figure_to_json(found.figures[name]) for name in FIGURES}
     return {**figures, "refused": found.refused, "seconds": round(found.seconds, 1), "run": grid.overrides(cell.config)}
 
 
 def run(folder: pathlib.Path, target: str, cells: Iterable[grid.Cell]) -> None:
-    """Measures the cells of a target that are not there yet."""
+    """Measures the cells of a target that are not in its result file yet."""
     path = folder / f"ledger_vs_xla_{target}.json"
     kept = json.loads(path.read_text()) if path.exists() else {"target": target, "jax": jax.__version__, "cells": {}}
     for cell in cells:

@@ -1,7 +1,7 @@
-"""llama.cpp in a process of its own, so that a crash in its native code ends in one line here.
+"""llama.cpp in a separate process, so that a crash in its native code becomes a one-line error.
 
-The package is cyllama (`pip install jaxllm[parity]`): its wheels hold a binary for any x86-64 processor with AVX2.
-A build with the flags of the machine at hand would not do: such a build was seen to crash on processors with AMX.
+The package is cyllama (`pip install jaxllm[parity]`): its wheels contain a binary for any x86-64 processor with AVX2.
+Builds with native compiler flags are not used because such a build crashed on processors with AMX.
 """
 
 import concurrent.futures
@@ -15,12 +15,12 @@ import numpy as np
 
 from jaxllm.errors import UserError
 
-_F32 = 0  # the dtype of a cache, in ggml's enumeration
-_DISABLED = 0  # of flash attention, in llama.cpp's
+_F32 = 0  # cache dtype, in ggml's enumeration
+_DISABLED = 0  # flash attention type, in llama.cpp's enumeration
 
 
 class LlamaCpp:
-    """A GGUF file opened in llama.cpp, with a float32 KV cache of `context` tokens.
+    """GGUF model opened in llama.cpp, with a float32 KV cache of `context` tokens.
 
     Raises:
       UserError: from every method, if llama.cpp refuses the file or its process dies.
@@ -28,16 +28,16 @@ class LlamaCpp:
 
     def __init__(self, path: pathlib.Path, context: int):
         self._path = path
-        spawn = multiprocessing.get_context("spawn")  # a fork would share the threads of JAX
+        spawn = multiprocessing.get_context("spawn")  # forking is unsafe with JAX's threads
         self._process = concurrent.futures.ProcessPoolExecutor(1, spawn)
         self._call(_open, str(path), context)
 
     def ids(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of a text, without a token for its beginning; `special`: names of control tokens are tokens."""
+        """Returns the token ids of a text, without a BOS token; with `special`, names of control tokens are parsed."""
         return self._call(_ids, text, special)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """Logits [T, V], float32, of a prompt of T token ids that starts a new sequence."""
+        """Returns the logits [T, V], float32, of a prompt of T token ids that starts a new sequence."""
         return self._call(_logits, ids.tolist())
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class LlamaCpp:
             raise UserError(f"llama.cpp crashed in {function.__name__.strip('_')} of {self._path}") from None
 
 
-_model: Any = None  # in the child process: its model and context
+_model: Any = None  # the child process's model and context
 _context: Any = None
 
 
@@ -59,7 +59,7 @@ def _open(path: str, context: int) -> None:
     import cyllama.llama.llama_cpp as llama_cpp
 
     class Model(llama_cpp.LlamaModel):
-        """Adds what `get_logits_ith` of cyllama 0.2.18 asks of a model and does not find."""
+        """Adds the `n_vocab` property that `get_logits_ith` of cyllama 0.2.18 needs and the base class lacks."""
 
         @property
         def n_vocab(self) -> int:
@@ -70,7 +70,7 @@ def _open(path: str, context: int) -> None:
     params = llama_cpp.LlamaContextParams()
     params.n_ctx = params.n_batch = context
     params.type_k = params.type_v = _F32
-    params.flash_attn_type = _DISABLED  # it multiplies queries in 16 bits
+    params.flash_attn_type = _DISABLED  # flash attention multiplies queries in 16 bits
     params.n_threads = params.n_threads_batch = os.cpu_count()
     _context = llama_cpp.LlamaContext(_model, params, False)
 

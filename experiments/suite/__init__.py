@@ -1,1 +1,1 @@
-"""The sections of `gpu_suite.py`, and what they share."""
+"""Sections of `gpu_suite.py` and their common helpers."""

@@ -1,4 +1,4 @@
-"""Section b: TFLOP/s of causal self-attention in bfloat16, ours beside cuDNN's and JAX's own kernels, over lengths."""
+"""Section b: TFLOP/s of bfloat16 causal self-attention, ours compared with cuDNN's and JAX's kernels, by length."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ import jax
 from suite import ours, rivals, timing, work
 from suite.records import Context, told
 
-TOKENS, WIDTH = 32768, 2048  # of a batch, and of all heads together
-LENGTHS = (4096, 1024, 32768, 8192, 2048, 16384)  # the first are measured first
+TOKENS, WIDTH = 32768, 2048  # tokens per batch; width of all heads together
+LENGTHS = (4096, 1024, 32768, 8192, 2048, 16384)  # in order of measurement
 HEAD_DIMS = (128, 64)
 # (batch, length, heads, head dimension, with the backward pass)
 Shape = tuple[int, int, int, int, bool]
@@ -18,7 +18,7 @@ TINY_TOKENS, TINY_WIDTH, TINY_LENGTHS, TINY_HEADS = 64, 32, (64,), (16,)
 
 
 def shapes(length: int, tiny: bool) -> list[Shape]:
-    """Those of a length."""
+    """Returns the shapes to measure at one length."""
     tokens, width = (TINY_TOKENS, TINY_WIDTH) if tiny else (TOKENS, WIDTH)
     head_dims = TINY_HEADS if tiny else HEAD_DIMS
     sizes = [(tokens // length, length, width // head_dim, head_dim) for head_dim in head_dims]
@@ -26,7 +26,7 @@ def shapes(length: int, tiny: bool) -> list[Shape]:
 
 
 def candidates(device: jax.Device, head_dim: int) -> dict[str, Any]:
-    """Name -> (whether the arrays are in our layout, function of `backward` that makes attention)."""
+    """Returns, by name, (True if the arrays are in our layout, function of `backward` that returns the attention)."""
     found: dict[str, Any] = {}
     for name, version in ours.versions(device).items():
         found[f"ours {name}"] = (True, lambda _, version=version: ours.causal(head_dim, **version))
@@ -36,7 +36,7 @@ def candidates(device: jax.Device, head_dim: int) -> dict[str, Any]:
 
 
 def lowered(shape: Shape) -> tuple[dict[str, jax.stages.Lowered], dict[str, str]]:
-    """Programs of a shape, by name; and why others could not be traced."""
+    """Returns the lowered programs of a shape, by name, and the errors of those that could not be traced."""
     _, length, _, head_dim, backward = shape
     programs, failed = {}, {}
     for name, (is_ours, make) in candidates(jax.devices()[0], head_dim).items():
@@ -45,13 +45,13 @@ def lowered(shape: Shape) -> tuple[dict[str, jax.stages.Lowered], dict[str, str]
         arguments = jax.eval_shape(functools.partial(rivals.arrays, *shape[:4], is_ours))
         try:
             programs[name] = rivals.program(make(backward), backward).lower(*arguments)
-        except Exception as error:  # this JAX, or this device, has not got it
+        except Exception as error:  # not available in this JAX or on this device
             failed[name] = told(error)
     return programs, failed
 
 
 def compare(context: Context, shapes_: Sequence[Shape]) -> None:
-    """Compiles the programs of some shapes side by side, then times one after the other: a record a shape."""
+    """Compiles the programs of some shapes in parallel, then times them one by one; adds one record per shape."""
     programs: dict[tuple[Shape, str], jax.stages.Lowered] = {}
     failed: dict[Shape, dict[str, str]] = {}
     for shape in shapes_:
@@ -65,14 +65,14 @@ def compare(context: Context, shapes_: Sequence[Shape]) -> None:
         try:
             arguments = rivals.arrays(*shape[:4], name.startswith("ours"))
             seconds[shape][name] = timing.measure(functools.partial(executable, *arguments))
-        except Exception as error:  # it compiles, and does not run
+        except Exception as error:  # compiles but does not run
             failed[shape][name] = told(error)
     for shape in shapes_:
         context.add(**record(shape, seconds[shape], failed[shape]))
 
 
 def record(shape: Shape, seconds: Mapping[str, timing.Timing], failed: Mapping[str, str]) -> dict[str, Any]:
-    """Fields: the rate of our fastest, the others beside, and how many times theirs it is."""
+    """Returns a record's fields: the rate of our fastest version, the others' rates, and its speedup over each."""
     batch, length, heads, head_dim, backward = shape
     fields: dict[str, Any] = {
         "name": f"{'forward + backward' if backward else 'forward'}, head {head_dim}, {batch} × {length}",

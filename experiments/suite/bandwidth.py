@@ -1,4 +1,4 @@
-"""Section c: how fast decode attention reads its cache, as a share of a copy measured in the same minute."""
+"""Section c: bandwidth at which decode attention reads its cache, as a fraction of a copy's in the same run."""
 
 import functools
 from typing import Any
@@ -11,14 +11,14 @@ from jaxllm.kernels.decode.api import decode_attention
 from suite import ours, peaks, timing, work
 from suite.records import Context
 
-HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama 3 8B's
-# Batch and length, the most telling first.
+HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # as in Llama 3 8B
+# Batch and length, the most informative first.
 SHAPES = ((1, 8192), (16, 8192), (64, 4096), (1, 32768), (64, 32768), (8, 1024), (1, 1024), (16, 32768), (64, 1024))
-STEPS = 20  # in one call: a step of a small cache takes less than the host needs to start one
+STEPS = 20  # per call: a step over a small cache is shorter than a kernel launch
 
 
 def program() -> Any:
-    """A jitted (q, k, v, lengths, scales) -> q after STEPS times attention, each of the one before."""
+    """Returns a jitted (q, k, v, lengths, scales) -> q that applies attention STEPS times in sequence."""
 
     def run(q: Any, k: Any, v: Any, lengths: Any, scales: Any) -> Any:
         options = {"window": 0, "scale": HEAD_DIM**-0.5, "softcap": 0.0, "capacity": k.shape[2]}
@@ -33,7 +33,7 @@ def program() -> Any:
 
 
 def arrays(batch: int, length: int, heads: int, key_heads: int, head_dim: int, int8: bool) -> tuple[Any, ...]:
-    """A full cache; made by a program, so that its float32 numbers lie nowhere."""
+    """Returns q and a full cache; created under jit, so that no float32 intermediate is stored."""
 
     def one(key: Any) -> Any:
         x = jax.random.normal(key, (batch, key_heads, length, head_dim), jnp.bfloat16)

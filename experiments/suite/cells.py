@@ -1,4 +1,4 @@
-"""The grid of the correctness section: every value of a factor meets every value of every other one."""
+"""Pairwise grid of the correctness section: every value of a factor occurs with every value of each other factor."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ Cell = dict[str, Any]
 
 FLASH: dict[str, Sequence[Any]] = {
     "dtype": ("bfloat16", "float16", "float32"),
-    "lengths": ((1, 129), (33, 100), (100, 33), (192, 192), (1000, 1000)),  # of queries, of keys
+    "lengths": ((1, 129), (33, 100), (100, 33), (192, 192), (1000, 1000)),  # queries, keys
     "head_dim": (64, 80, 128, 256),
     "group": (1, 4),
     "window": (0, 37),
@@ -33,9 +33,9 @@ TINY = {
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Cell]:
-    """Few cells in which each pair of values of two factors occurs. The same ones every time.
+    """Returns a small, deterministic set of cells in which each pair of values of two factors occurs.
 
-    Greedy: a cell begins with a pair that is missing, and takes of each other factor the value that meets most others.
+    Greedy: a cell starts with an uncovered pair and takes, for each other factor, the value that covers most new pairs.
     """
     names = list(factors)
     missing = {
@@ -66,7 +66,7 @@ def _pairs(cell: Cell, names: Sequence[str]) -> list[tuple[tuple[str, Any], tupl
 
 
 def grid(kind: str, tiny: bool) -> list[Cell]:
-    """Cells of "flash" or "decode"; tiny ones have the first value of each factor that is not told otherwise."""
+    """Returns the cells of "flash" or "decode"; tiny cells use the values in TINY, else each factor's first value."""
     factors = {"flash": FLASH, "decode": DECODE}[kind]
     if tiny:
         factors = {name: TINY[kind].get(name, values[:1]) for name, values in factors.items()}

@@ -1,6 +1,6 @@
-"""Section a: the kernels on the device against float64, by the tolerances of tests/kernels; ten repeats identical.
+"""Section a: checks the device's kernels against float64 with the tolerances of tests/kernels; ten repeats must match.
 
-Long sequences are held against the reference in float32 on the device, in its highest precision.
+Long sequences are checked against the float32 reference on the device, at its highest matmul precision.
 """
 
 import functools
@@ -24,15 +24,15 @@ FLASH_LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 DECODE_LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 REPEATS = 10
 BATCH, KEY_HEADS, WINDOW = 2, 2, 37
-_WORST = 1e9  # in the place of infinity, which JSON has not
-_CELL_SECONDS = 4  # that one may take on the host, in float64
+_WORST = 1e9  # replaces infinity, which JSON cannot represent
+_CELL_SECONDS = 4  # reserved for one cell's float64 reference on the host
 NAMES = ("output", "dq", "dk", "dv")
 
 Attend = Callable[..., jax.Array]
 
 
 def flash_arrays(cell: Cell) -> tuple[tuple[jax.Array, ...], np.ndarray, np.ndarray]:
-    """(q, k, v, change), segments of the queries and of the keys: all 1 where there are to be none."""
+    """Returns (q, k, v, change) and the segment ids of queries and keys, all 1 if the cell is not segmented."""
     (T, S), H = cell["lengths"], cell["head_dim"]
     generator = np.random.default_rng(T + S + H)
     shapes = [(BATCH, T, KEY_HEADS * cell["group"], H), *[(BATCH, KEY_HEADS, S, H)] * 2]
@@ -44,7 +44,7 @@ def flash_arrays(cell: Cell) -> tuple[tuple[jax.Array, ...], np.ndarray, np.ndar
 
 
 def flash_program(cell: Cell, attend: Attend) -> tuple[Any, tuple[Any, ...]]:
-    """A jitted (q, k, v, change, *segments) -> output and gradients, and its arguments."""
+    """Returns a jitted (q, k, v, change, *segments) -> output and gradients, and its arguments."""
     arrays, q_segments, k_segments = flash_arrays(cell)
     segments = (jnp.asarray(q_segments), jnp.asarray(k_segments)) if cell["segmented"] else ()
     options = {"causal": cell["causal"], "window": cell["window"], "softcap": cell["softcap"]}
@@ -59,7 +59,7 @@ def flash_program(cell: Cell, attend: Attend) -> tuple[Any, tuple[Any, ...]]:
 
 
 def flash_errors(cell: Cell, got: Iterable[Any]) -> dict[str, float]:
-    """Of output and gradients, each."""
+    """Returns the error of the output and of each gradient."""
     arrays, q_segments, k_segments = flash_arrays(cell)
     mask = exact.seen(*cell["lengths"], cell["causal"], cell["window"])[None]
     mask = mask & (q_segments[:, :, None] == k_segments[:, None, :])
@@ -68,7 +68,7 @@ def flash_errors(cell: Cell, got: Iterable[Any]) -> dict[str, float]:
 
 
 def decode_program(cell: Cell) -> tuple[Any, tuple[Any, ...]]:
-    """A jitted (q, k, v, lengths, scales) -> output, and its arguments."""
+    """Returns a jitted (q, k, v, lengths, scales) -> output, and its arguments."""
     S, H, T = cell["slots"], cell["head_dim"], cell["tokens"]
     ring = cell["reach"] == "ring"
     lengths = [0, S + 1, 2 * S, max(S // 2, 1)] if ring else [0, S, max(S // 2, 1)]
@@ -86,7 +86,7 @@ def decode_program(cell: Cell) -> tuple[Any, tuple[Any, ...]]:
 
 
 def decode_window(cell: Cell) -> int:
-    """A ring is as long as its window."""
+    """Returns the attention window of a decode cell, 0 for none; a ring is as long as its window."""
     return {"all": 0, "window": WINDOW, "ring": cell["slots"]}[cell["reach"]]
 
 
@@ -107,11 +107,15 @@ def judge(
     limits: dict[str, float],
     optional: bool = False,
 ) -> None:
-    """Compiles and runs each cell; one record for each dtype: the worst error over its limit, 1 and below being right.
+    """Compiles and runs all cells; adds a record per dtype with worst error / limit (1 or less passes), and a total.
 
     Args:
-      programs: (cell, jitted function, arguments).
-      optional: a cell that the kernel refuses in words (UserError), or that there is no time for, is no fault.
+      context: receives the records.
+      name: of the kernel version.
+      programs: (cell, jitted function, arguments) by label.
+      errors: returns the errors of a cell's outputs, by name.
+      limits: largest allowed error, by dtype.
+      optional: a cell that the kernel refuses with a UserError, or that is skipped for lack of time, is not a failure.
     """
     begun = time.monotonic()
     lowered: dict[str, jax.stages.Lowered] = {}
@@ -124,7 +128,7 @@ def judge(
             continue
         try:
             lowered[label] = run.lower(*arguments)
-        except Exception as error:  # the kernel cannot be traced here: as wrong as a wrong number
+        except Exception as error:  # a kernel that cannot be traced counts as wrong
             if optional and isinstance(error, UserError):
                 refused.append(label)
             else:
@@ -141,7 +145,7 @@ def judge(
             continue
         try:
             fault, share = _cell(executable, cell, arguments, errors, limits[cell["dtype"]])
-        except Exception as error:  # the device's: the cells after it may tell the same
+        except Exception as error:  # a device error; later cells may fail likewise
             wrong[label] = told(error)
             continue
         worst[cell["dtype"]] = max(worst.get(cell["dtype"], (0.0, "")), (share, label))
@@ -173,7 +177,7 @@ def judge(
 
 
 def _cell(executable: Any, cell: Cell, arguments: tuple[Any, ...], errors: Any, limit: float) -> tuple[str, float]:
-    """(what is wrong or "", the worst error over the limit)."""
+    """Runs one cell; returns (a description of the fault or "", worst error / limit)."""
     first = jax.device_get(executable(*arguments))
     for _ in range(REPEATS - 1):
         again = jax.device_get(executable(*arguments))
@@ -189,7 +193,7 @@ def label(cell: Cell) -> str:
 
 
 def flash(context: Context, name: str, attend: Attend, optional: bool = False) -> None:
-    """The grid of flash attention, by one version of the kernels."""
+    """Checks the grid of flash attention with one version of the kernels."""
     programs = {}
     for cell in grid("flash", context.tiny):
         programs[label(cell)] = (cell, *flash_program(cell, attend))
@@ -197,7 +201,7 @@ def flash(context: Context, name: str, attend: Attend, optional: bool = False) -
 
 
 def long_sequence(context: Context, length: int, window: int) -> None:
-    """bfloat16, causal: output and gradients against the reference, a chunk of queries at a time."""
+    """Checks output and gradients of a long bfloat16 causal sequence against the reference, chunked over queries."""
     H, N, K = 128, 4, 2
     keys = jax.random.split(jax.random.key(length), 4)
     shapes = [(1, length, N, H), *[(1, K, length, H)] * 2, (1, length, N, H)]
@@ -235,5 +239,5 @@ def run(context: Context) -> None:
     for length, window in [(64, 0)] if context.tiny else [(8192, 0), (8192, 1000)]:
         act = functools.partial(long_sequence, context, length, window)
         context.attempt(f"flash, {length} tokens", 4 if context.tiny else 10, act, required=True)
-    for name, version in versions.items():  # those that run only where they are asked for
+    for name, version in versions.items():  # versions that are not the default
         flash(context, f"flash {name}", functools.partial(ours.attend, **version), optional=True)

@@ -1,4 +1,4 @@
-"""Attention in float64 by its definition, in NumPy: what the device's kernels are held against."""
+"""Reference attention in float64 NumPy, written from the definition; the device's kernels are checked against it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 
 
 def seen(queries: int, keys: int, causal: bool, window: int) -> Bool[np.ndarray, "T S"]:
-    """Which keys a query sees; query t stands at t + S - T."""
+    """Returns the mask of keys that each query attends to; query t is at position t + S - T."""
     place, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
     mask = np.ones((queries, keys), bool)
     if causal:
@@ -20,14 +20,14 @@ def seen(queries: int, keys: int, causal: bool, window: int) -> Bool[np.ndarray,
 def attention(
     q: Any, k: Any, v: Any, change: Any, mask: Bool[np.ndarray, "B T S"], scale: float, softcap: float
 ) -> tuple[Float[np.ndarray, "..."], ...]:
-    """Output [B,T,N,H], and gradients of sum(output · change) by q [B,T,N,H], k and v [B,K,S,H].
+    """Returns output [B,T,N,H] and the gradients of sum(output · change) for q [B,T,N,H], k and v [B,K,S,H].
 
-    A query that sees no key gets 0, and gives no gradients.
+    A query with no visible key has output 0 and zero gradients.
     """
     q, k, v, change = (np.asarray(x, np.float64) for x in (q, k, v, change))
     B, T, N, H = q.shape
     K = k.shape[1]
-    # Heads of a group side by side: [B, K, G, T, H] with [B, K, 1, S, H].
+    # Heads grouped by KV head: queries [B, K, G, T, H], keys and values [B, K, 1, S, H].
     queries, changes = (x.transpose(0, 2, 1, 3).reshape(B, K, N // K, T, H) for x in (q, change))
     keys, values = k[:, :, None], v[:, :, None]
     raw = queries @ keys.swapaxes(-1, -2) * scale
@@ -51,7 +51,7 @@ def attention(
 def decode(
     q: Any, k: Any, v: Any, lengths: np.ndarray, window: int, scale: float, softcap: float
 ) -> Float[np.ndarray, "B T N H"]:
-    """Output of each row's last T tokens over a cache [B,K,S,H] in which position p lies in slot p mod S."""
+    """Returns the output of each row's last T tokens over a cache [B,K,S,H] with position p in slot p mod S."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, N, _ = q.shape
     K, S = k.shape[1:3]
@@ -72,6 +72,6 @@ def decode(
 
 
 def error(got: Any, want: np.ndarray) -> float:
-    """The largest difference, relative to the largest value where that is above 1; infinite where one is no number."""
+    """Returns the largest difference, relative to max(1, largest magnitude of `want`); inf if it is not finite."""
     difference = np.abs(np.asarray(got, np.float64) - want).max() / max(1.0, np.abs(want).max())
     return float(difference) if np.isfinite(difference) else float("inf")

@@ -1,4 +1,4 @@
-"""Section f: the generator on a 1B-class model with random weights: prompt tokens a second, and new tokens a second."""
+"""Section f: prompt and new tokens per second of the generator, on a 1B-class model with random weights."""
 
 import functools
 import statistics
@@ -19,22 +19,22 @@ from suite import peaks, steps, timing, work
 from suite.records import Context
 
 MODEL = "llama3.2-1b"
-PROMPT, NEW = 2000, 48  # tokens of each row
+PROMPT, NEW = 2000, 48  # tokens per row
 BATCHES = (1, 32)
-CHUNKS = (128, 1024)  # prompt tokens that one prefill takes
+CHUNKS = (128, 1024)  # prompt tokens per prefill call
 
 
 def weights(model: Architecture, dtype: Any) -> Any:
-    """Random ones, made on the device."""
+    """Returns random weights, created on the device."""
     return jax.jit(lambda: specs.initialize(specs.param_specs(model), jax.random.key(0), dtype))()
 
 
 def measure(context: Context, generator: Generator, model: Architecture, batch: int, chunk: int) -> None:
-    """Two records: prefill, with the first token of each row; and the tokens after it, greedy ones."""
+    """Adds two records: prefill including each row's first token, and greedy decoding of the tokens after it."""
     prompt, new = (40, 9) if context.tiny else (PROMPT, NEW)
     prompts = [chr(ord("a") + row % 26) * prompt for row in range(batch)]
     request = SampleRequest(max_new_tokens=new, sampling=SamplingOptions(temperature=0.0), ignore_eos=True)
-    generator.generate(prompts, request)  # compiles
+    generator.generate(prompts, request)  # warm-up: compiles
     repeats = 2 if context.tiny else timing.REPEATS
     times = [generator.generate(prompts, request)[1] for _ in range(repeats)]
     taken = [t.prompt_tokens / t.first_token for t in times]
@@ -64,7 +64,7 @@ def measure(context: Context, generator: Generator, model: Architecture, batch: 
 def run(context: Context) -> None:
     config = steps.configured(MODEL, 1, 1, "none", context.tiny)
     if context.tiny:
-        config.model.vocab_size = 257  # the tokenizer's
+        config.model.vocab_size = 257  # the tokenizer's size
     model = architectures.resolve_config(config)
     dtype = jnp.float32 if context.tiny else policy_for("auto", jax.default_backend()).compute
     params = weights(model, dtype)

@@ -1,6 +1,6 @@
-"""Section e: the ledger's peak beside XLA's and the device's own, of ten training and inference configurations.
+"""Section e: peak memory by the ledger, by XLA and on the device, for ten training and inference configurations.
 
-Each runs in a process of its own, whose allocator takes only what it needs and tells the most that it ever held.
+Each runs in a separate process, whose allocator allocates on demand and reports its peak.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ from jaxllm.parallel.mesh import make_mesh
 from suite import records, steps
 from suite.records import Context, Record
 
-# Training: model, tokens of a sequence, sequences, optimizer, remat, micro-batches.
+# Training: model, tokens per sequence, sequences, optimizer, remat, micro-batches.
 TRAINING = (
     ("gpt2", 1024, 8, "adamw", "none", 1),
     ("gpt2-medium", 1024, 8, "adamw", "full", 1),
@@ -36,7 +36,7 @@ TRAINING = (
     ("qwen2.5-0.5b", 1024, 8, "adafactor", "full", 1),
     ("llama3.2-1b", 2048, 2, "adamw", "full", 1),
 )
-# Inference: model, sequences, tokens of context, prompt tokens that one prefill takes.
+# Inference: model, sequences, tokens of context, prompt tokens per prefill call.
 INFERENCE = (
     ("llama3.2-1b", 1, 2048, 128),
     ("llama3.2-1b", 16, 4096, 128),
@@ -44,9 +44,9 @@ INFERENCE = (
     ("gemma3-1b", 4, 8192, 128),
 )
 COUNT = len(TRAINING) + len(INFERENCE)
-SIDE_BY_SIDE = 4  # processes: their memories add up to far less than a device's
-_SECONDS = 60  # that one may take
-# The most of the device goes to whoever needs it, a little at a time.
+SIDE_BY_SIDE = 4  # processes; their total memory is far below a device's
+_SECONDS = 60  # time limit per process
+# Allocate on demand, so that processes can use the device concurrently.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
@@ -63,7 +63,7 @@ def peak(device: jax.Device | None = None) -> Figure:
 
 
 def train(index: int, tiny: bool) -> dict[str, Any]:
-    """Formula, XLA's figure, and the device's peaks: before the first step, and after two."""
+    """Returns the formula's and XLA's peaks of a train step, and the device's before the first step and after two."""
     model, length, batch, optimizer, remat, parts = TRAINING[index]
     config = steps.configured(model, length, batch, remat, tiny)
     config.optimizer.name, config.train.accumulate = optimizer, parts
@@ -76,7 +76,7 @@ def train(index: int, tiny: bool) -> dict[str, Any]:
 
 
 def infer(index: int, tiny: bool) -> dict[str, Any]:
-    """Likewise; before prefill and decode, and after both."""
+    """Returns the formula's and XLA's peaks of sampling, and the device's before prefill and after decode."""
     model_name, batch, context, chunk = INFERENCE[index - len(TRAINING)]
     config = steps.configured(model_name, 1, 1, "none", tiny)
     batch, context, chunk = (2, 64, 16) if tiny else (batch, context, chunk)
@@ -97,7 +97,7 @@ def infer(index: int, tiny: bool) -> dict[str, Any]:
 
 
 def filled(tree: Any) -> Any:
-    """Zeros in the shapes of a tree: what is in them changes no size. Random keys are made as keys are."""
+    """Returns zeros in the shapes of a tree, since values do not change sizes; PRNG keys are real keys."""
 
     def one(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -108,14 +108,14 @@ def filled(tree: Any) -> Any:
 
 
 def figures(formula: int, xla: Figure, before: Figure, after: Figure) -> dict[str, Any]:
-    """Bytes by column; and whether the programs' own peak is hidden by a higher one of making their inputs."""
+    """Returns bytes by column, and `hidden`: creating the inputs had at least the programs' peak."""
     hidden = not isinstance(after, Unknown) and not isinstance(before, Unknown) and after <= before
     columns = {"formula": formula, "xla": xla, "before": before, "device": after}
     return {"bytes": {name: figure_to_json(x) for name, x in columns.items()}, "hidden": hidden}
 
 
 def record(index: int, found: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration's record: the device's peak in GiB, or XLA's where the device tells none."""
+    """Returns the fields of a configuration's record: the device's peak in GiB, or the formula's if it reports none."""
     told = found["bytes"]
     known = {name: x for name, x in told.items() if isinstance(x, int) and name != "before"}
     beside = {name: x / 2**30 for name, x in known.items()}
@@ -138,13 +138,13 @@ def record(index: int, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def cell(context: Context, index: int) -> None:
-    """One configuration, in this process."""
+    """Measures one configuration in this process."""
     make: Callable[[int, bool], dict[str, Any]] = train if index < len(TRAINING) else infer
     context.add(**record(index, make(index, context.tiny)))
 
 
 def run(context: Context) -> None:
-    """All of them, several processes at a time; the first of each kind alone where it is tiny."""
+    """Measures all configurations, several processes at a time; if tiny, only the first of each kind."""
     indices = [0, len(TRAINING)] if context.tiny else list(range(COUNT))
     script = pathlib.Path(__file__).parent.parent / "gpu_suite.py"
 
@@ -173,7 +173,7 @@ def run(context: Context) -> None:
 
 
 def summary(found: Sequence[Record]) -> dict[str, Any]:
-    """A record's fields: the median and the range of the formula's distance from the device's peaks."""
+    """Returns a record's fields: median and range of the formula's relative error against the device's peaks, in %."""
     told = [record.detail["bytes"] for record in found if "bytes" in record.detail]
     gaps = sorted(100 * abs(x["formula"] / x["device"] - 1) for x in told if isinstance(x["device"], int))
     if not gaps:

@@ -1,4 +1,4 @@
-"""Our attention kernels as the suite calls them, in each version that this checkout has."""
+"""Wrappers through which the suite calls our attention kernels, in every available version."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ TRITON = "triton"
 
 
 def versions(device: jax.Device) -> dict[str, dict[str, Any]]:
-    """Name -> the arguments of `flash_attention` that choose it: Triton's, and on a Hopper Mosaic's (of its wgmma)."""
+    """Returns, by name, the `flash_attention` arguments of each version: Triton, and Mosaic (wgmma) on Hopper."""
     found: dict[str, dict[str, Any]] = {TRITON: {}}
     if str(getattr(device, "compute_capability", "")).startswith("9."):
         found["mosaic"] = {"backend": "mosaic_gpu"}
@@ -26,15 +26,15 @@ def attend(
     *segments: Array,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """`flash_attention` by its kernel for GPUs; on a CPU interpreted."""
+    """Calls `flash_attention` with the GPU kernels, interpreted on a CPU."""
     return flash_attention(q, k, v, *segments, **options, platform="gpu", interpret=interpreted())
 
 
 def interpreted() -> bool:
-    """Whether kernels run as plain JAX: where there is no GPU."""
+    """Returns True if kernels run in interpret mode, because the backend is a CPU."""
     return jax.default_backend() == "cpu"
 
 
 def causal(head_dim: int, **version: Any) -> Any:
-    """(q, k, v) -> causal self-attention."""
+    """Returns a function of (q, k, v) that computes causal self-attention."""
     return functools.partial(attend, causal=True, window=0, scale=head_dim**-0.5, softcap=0.0, **version)

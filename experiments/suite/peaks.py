@@ -1,4 +1,4 @@
-"""What this device reaches at best: bytes a second of a copy, FLOP/s of a large product. Shares are of these."""
+"""Measured peaks of this device: bytes/s of a copy and FLOP/s of a large matmul, the basis of the suite's fractions."""
 
 import functools
 
@@ -10,7 +10,7 @@ from suite import timing
 
 @functools.cache
 def copy_rate(tiny: bool) -> float:
-    """Bytes/s, read and written, of one pass over an array much larger than any cache."""
+    """Returns bytes/s, read plus written, of one pass over an array much larger than any cache."""
     numbers = 2**20 if tiny else 2**28
     x = jnp.arange(numbers, dtype=jnp.int32)
     add = jax.jit(lambda x: x + 1)
@@ -19,8 +19,10 @@ def copy_rate(tiny: bool) -> float:
 
 @functools.cache
 def product_rate(tiny: bool) -> float:
-    """FLOP/s of a product of square bfloat16 matrices of random numbers: those of zeros take less power, and run
-    faster."""
+    """Returns FLOP/s of a matmul of square bfloat16 matrices.
+
+    Inputs are random because matrices of zeros take less power and run faster.
+    """
     side = 256 if tiny else 8192
     a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
     multiply = jax.jit(lambda a, b: a @ b)

@@ -1,5 +1,4 @@
-"""What a section of the suite leaves: one record a figure, a line of JSON each, so that a section that is killed keeps
-what it had."""
+"""Records of the suite's sections: one JSON line per figure, so that a killed section keeps its finished records."""
 
 import dataclasses
 import json
@@ -11,17 +10,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One row of the table.
+    """Measurement or check: one row of the table.
 
     Attributes:
-      name: what was measured, of which shapes.
-      value: the figure, a median where it was repeated; None where there is none, and `note` says why.
-      unit: of `value`, `low`, `high` and `beside`.
-      low, high: the least and the largest of the repeats.
-      repeats: how many there were; 0 where nothing is repeated.
-      beside: other figures of the same unit, by name.
-      detail: anything else that is worth keeping.
-      ok: whether a check held; None where nothing is checked.
+      section: the section that produced it.
+      name: quantity and shapes measured.
+      value: the figure, the median if repeated; None if there is none, with the reason in `note`.
+      unit: unit of `value`, `low`, `high` and `beside`.
+      low, high: smallest and largest of the repeats.
+      repeats: number of repeats; 0 if not repeated.
+      beside: other figures in the same unit, by name.
+      detail: any other data.
+      note: text shown in the table.
+      ok: result of a check; None if nothing is checked.
     """
 
     section: str
@@ -39,12 +40,13 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a section is given.
+    """Arguments of a section, and the methods that add its records.
 
     Attributes:
-      tiny: sizes for a CPU, kernels interpreted.
-      deadline: of `time.monotonic`.
-      path: where the section's records go.
+      section: name of the section.
+      tiny: small sizes for a CPU, with interpreted kernels.
+      deadline: end of its time, on the clock of `time.monotonic`.
+      path: file that receives the section's records.
     """
 
     section: str
@@ -53,22 +55,26 @@ class Context:
     path: pathlib.Path
 
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """Returns the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def add(self, name: str, **fields: Any) -> None:
-        """Keeps a record, at once."""
+        """Appends a record to the file immediately."""
         line = json.dumps(dataclasses.asdict(Record(self.section, name, **fields)))
         with self.path.open("a") as out:
             out.write(line + "\n")
 
     def attempt(self, name: str, seconds: float, act: Callable[[], None], required: bool = False) -> bool:
-        """Does it where `seconds` are left; its failure is a record, and the section goes on.
+        """Calls `act` if `seconds` are left; records a skip or failure and lets the section continue.
 
         Args:
-          required: not done is a check that does not hold.
+          name: of the record.
+          seconds: time that `act` may take.
+          act: adds its own records.
+          required: a skip or failure counts as a failed check.
+
         Returns:
-          whether it was done.
+          True if `act` completed.
         """
         ok = False if required else None
         if self.left() < seconds:
@@ -77,20 +83,20 @@ class Context:
             return False
         try:
             act()
-        except Exception as error:  # of any library below, down to the driver
+        except Exception as error:  # from any library, down to the driver
             self.add(name, note=f"failed: {told(error)}", ok=ok)
             return False
         return True
 
 
 def told(error: BaseException) -> str:
-    """An error in one line."""
+    """Returns an error as one line of at most 160 characters."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}"[:160]
 
 
 def read(path: pathlib.Path) -> list[Record]:
-    """The records of a file; the last line may have been cut off by a kill."""
+    """Reads the records of a file, up to a line that was truncated by a kill."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -115,10 +121,10 @@ HEAD = {
 
 
 def check(document: Mapping[str, Any]) -> None:
-    """The JSON is what its readers expect.
+    """Validates the JSON document of a run.
 
     Raises:
-      ValueError: names the first field that is not.
+      ValueError: a field is missing or invalid; the message names the first one.
     """
     for name, kind in HEAD.items():
         if not isinstance(document.get(name), kind):

@@ -1,6 +1,6 @@
-"""Attention that is not ours, where it can be had: cuDNN's, and the two kernels in JAX's own tree.
+"""Third-party attention, where available: cuDNN's, XLA's, and the two GPU kernels in JAX's source tree.
 
-Each is a function of q, k and v in the layout that it likes best, made by `made`; none of them is paid for turning.
+`made` returns each as a function of q, k and v in its native layout, so no timing includes a transpose.
 """
 
 import functools
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 Attend = Callable[..., jax.Array]
-# Lengths up to which XLA's own attention, which has all scores in memory, is measured.
+# Longest sequence for XLA's attention, which materializes all scores.
 XLA_LENGTH = 4096
 
 
 def names(device: jax.Device) -> list[str]:
-    """Those that may run on a device."""
+    """Returns the names of the implementations that may run on a device."""
     if device.platform != "gpu":
         return ["xla"]
     hopper = str(getattr(device, "compute_capability", "")).startswith("9.")
@@ -24,24 +24,24 @@ def names(device: jax.Device) -> list[str]:
 
 
 def made(name: str, head_dim: int, backward: bool) -> Attend:
-    """(q [B,T,N,H], k and v [B,T,N,H]) -> causal self-attention.
+    """Returns a function of q, k and v, each [B,T,N,H], that computes causal self-attention.
 
     Raises:
-      ImportError, AttributeError: this JAX has no such kernel.
-      NotImplementedError: it has no such pass.
+      ImportError, AttributeError: this JAX does not have the kernel.
+      NotImplementedError: the kernel has no backward pass.
     """
     if name in ("cudnn", "xla"):
         return functools.partial(
             jax.nn.dot_product_attention, is_causal=True, scale=head_dim**-0.5, implementation=name
         )
     if name == "jax triton":
-        from jax.experimental.pallas.ops.gpu import attention  # may be gone from a later JAX
+        from jax.experimental.pallas.ops.gpu import attention  # may be removed in a later JAX
 
         def mha(q: Any, k: Any, v: Any) -> jax.Array:
             return attention.mha(q, k, v, segment_ids=None, sm_scale=head_dim**-0.5, causal=True)
 
         return mha
-    from jax.experimental.pallas.ops.gpu import attention_mgpu  # needs what only builds for CUDA have
+    from jax.experimental.pallas.ops.gpu import attention_mgpu  # only importable in CUDA builds
 
     if backward:
         raise NotImplementedError("its causal form has no backward pass")
@@ -52,7 +52,7 @@ def made(name: str, head_dim: int, backward: bool) -> Attend:
 
 
 def arrays(batch: int, length: int, heads: int, head_dim: int, ours: bool) -> tuple[jax.Array, ...]:
-    """q, k, v and a change of the output, bfloat16; of keys and values the heads come first where it is for ours."""
+    """Returns bfloat16 q, k, v and output gradient; k and v are heads-first [B,N,T,H] if `ours`, else [B,T,N,H]."""
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (batch, length, heads, head_dim)
     of_keys = (batch, heads, length, head_dim) if ours else shape
@@ -61,7 +61,7 @@ def arrays(batch: int, length: int, heads: int, head_dim: int, ours: bool) -> tu
 
 
 def program(attend: Attend, backward: bool) -> Any:
-    """The output of q, k and v; or the gradients by them, of which the forward pass is a part."""
+    """Returns a jitted forward pass, or, with `backward`, forward plus backward that returns the gradients."""
     if not backward:
         return jax.jit(lambda q, k, v, change: attend(q, k, v))
 

@@ -1,4 +1,4 @@
-"""A training run of random tokens: its configuration, and its programs with what they are given."""
+"""Training run on random tokens: its configuration, compiled train step, state and batch."""
 
 import functools
 from typing import Any
@@ -10,12 +10,12 @@ from jaxllm import architectures, programs
 from jaxllm.config import Architecture, Config
 from jaxllm.parallel.mesh import make_mesh
 
-# In the place of a published model where a CPU has to do.
+# Replaces a published model on a CPU.
 TINY = {"vocab_size": 128, "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 64}
 
 
 def configured(model: str, length: int, batch: int, remat: str, tiny: bool, attention: str = "auto") -> Config:
-    """AdamW, the platform's own precision, one device; tiny, attention is what a CPU has."""
+    """Returns a one-device configuration with AdamW and the platform's default precision; `auto` attention if tiny."""
     config = Config()
     config.model.name = "llama3.2-1b" if tiny else model
     config.data.sequence_length, config.train.batch_size = (32, 2) if tiny else (length, batch)
@@ -29,7 +29,7 @@ def configured(model: str, length: int, batch: int, remat: str, tiny: bool, atte
 
 
 class Run:
-    """A train step that has been compiled, with its state and a batch on the device."""
+    """Compiled train step with its state and one batch on the device."""
 
     def __init__(self, config: Config, model: Architecture | None = None):
         self.config, self.model = config, model or architectures.resolve_config(config)
@@ -41,7 +41,7 @@ class Run:
         self._batch: Any = None
 
     def begin(self) -> None:
-        """Makes the state and the batch."""
+        """Creates the state and the batch on the device."""
         self._state = programs.init_state(self.config, self._recipe, self._mesh).jitted()
         B, T = self.config.train.batch_size, self.config.data.sequence_length
         tokens = jax.random.randint(jax.random.key(0), (B, T + 1), 0, self.model.vocab_size, jnp.int32)
@@ -57,11 +57,11 @@ class Run:
         jax.block_until_ready((self._state, self._batch))
 
     def one(self) -> Any:
-        """A step; returns its metrics."""
+        """Runs one step and returns its metrics."""
         self._state, metrics = self.compiled(self._state, self._batch)
         return metrics
 
     @functools.cached_property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per step."""
         return self.config.train.batch_size * self.config.data.sequence_length

@@ -1,4 +1,4 @@
-"""The table of a suite's records, in 100 columns."""
+"""Text table of the suite's records, 100 columns wide."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ _MARK = {True: "ok", False: "WRONG", None: ""}
 
 
 def number(value: float) -> str:
-    """Three digits, or all those before the point."""
+    """Formats a number with three significant digits, or as an integer from 1000 on."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def spread(record: Record) -> str:
-    """Half of the repeats' range, in per cent of the median."""
+    """Formats half of the repeats' range as a percentage of the median; "" if not repeated."""
     if not record.repeats or record.low is None or record.high is None or not record.value:
         return ""
     return f"±{50 * (record.high - record.low) / record.value:.0f} %"
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width`, cut between words where they are; one line at least."""
+    """Wraps text to lines of at most `width`, between words where possible; returns at least one line."""
     lines, line = [], ""
     for word in text.split():
         while len(word) > width:
@@ -37,7 +37,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def lines(records: Sequence[Record]) -> list[str]:
-    """Columns: what, figure with its spread, note; a heading for each section."""
+    """Returns the table's lines: name, figure with spread, and note, with a heading per section."""
     what, figure = 40, 22
     note = WIDTH - what - figure - 4
     out = []

@@ -1,4 +1,4 @@
-"""Seconds of device programs, compiled beforehand: medians of repeats, several calls in each."""
+"""Timing of compiled device programs: medians over repeats of several calls each."""
 
 import concurrent.futures
 import dataclasses
@@ -12,17 +12,18 @@ from typing import Any
 import jax
 
 REPEATS = 5
-LEAST_SECONDS = 0.01  # of one repeat: a call is far shorter than what the clock and the host add to it
+LEAST_SECONDS = 0.01  # per repeat: one call can be shorter than clock and host overhead
 MOST_CALLS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call.
+    """Duration of one call, in seconds.
 
     Attributes:
-      median, low, high: of the repeats.
-      calls: in each repeat.
+      median, low, high: seconds per call over the repeats.
+      repeats: number of repeats.
+      calls: calls per repeat.
     """
 
     median: float
@@ -32,7 +33,7 @@ class Timing:
     calls: int
 
     def rate(self, work: float) -> dict[str, Any]:
-        """Fields of a record: so much work a second."""
+        """Returns a record's fields for `work` per second: median, low and high."""
         return {
             "value": work / self.median,
             "low": work / self.high,
@@ -44,7 +45,7 @@ class Timing:
 def measure(run: Callable[[], Any], repeats: int = REPEATS, least_seconds: float = LEAST_SECONDS) -> Timing:
     """Times `run`, which starts work on the device and returns its arrays.
 
-    Calls of a repeat are queued and waited for together: the device has the next one at hand while it works.
+    The calls of a repeat are queued and awaited together, so that the device never idles between calls.
     """
     jax.block_until_ready(run())
     begun = time.perf_counter()
@@ -62,12 +63,12 @@ def measure(run: Callable[[], Any], repeats: int = REPEATS, least_seconds: float
 
 
 def compile_all(lowered: Mapping[Any, jax.stages.Lowered]) -> dict[Any, jax.stages.Compiled | Exception]:
-    """The executables, compiled side by side; an error in the place of one that could not be."""
+    """Compiles programs in parallel; returns the executables, or the error where compilation failed."""
 
     def one(name: Any) -> jax.stages.Compiled | Exception:
         try:
             return lowered[name].compile()
-        except Exception as error:  # the compiler's, of any kind
+        except Exception as error:  # any compiler error
             return error
 
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as pool:

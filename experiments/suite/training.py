@@ -1,4 +1,4 @@
-"""Section d: MFU of the real train step for models of the 1B class, by attention implementation."""
+"""Section d: MFU of the real train step for 1B-class models, by attention implementation."""
 
 import functools
 import time
@@ -12,8 +12,8 @@ from jaxllm.step.precision import policy_for
 from suite import peaks, steps, timing, work
 from suite.records import Context
 
-# Model, tokens of a sequence, sequences, attention, remat; the most telling first. `least` is the policy that
-# recomputes least of those that fit by the ledger.
+# Model, tokens per sequence, sequences, attention, remat; the most informative first. `least` is the policy that
+# recomputes least among those that fit by the ledger.
 RUNS = (
     ("llama3.2-1b", 2048, 8, "pallas", "least"),
     ("llama3.2-1b", 2048, 8, "pallas", "full"),
@@ -23,11 +23,11 @@ RUNS = (
     ("gpt2-xl", 1024, 16, "xla", "full"),
     ("qwen3-1.7b", 4096, 4, "pallas", "full"),
 )
-SHARE = 0.85  # of the memory that a run may have by the ledger
+SHARE = 0.85  # fraction of the device's memory that a run may use by the ledger
 
 
 def policy(model: str, length: int, batch: int, attention: str, tiny: bool) -> str:
-    """The first remat policy of none, dots and full with which the run fits."""
+    """Returns the first remat policy of none, dots and full with which the run fits."""
     device = detect.this_machine()
     for name in ("none", "dots"):
         config = steps.configured(model, length, batch, name, tiny, attention)

@@ -1,4 +1,4 @@
-"""Section b, the tiles: which sizes of `kernels/flash/tile_sizes.py` are fastest here, one kernel after the other."""
+"""Section b, tiles: the fastest sizes for `kernels/flash/tile_sizes.py` on this device, one kernel at a time."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from suite import ours, rivals, timing, work
 from suite.records import Context, told
 
 LENGTH, BATCH, WIDTH = 4096, 4, 2048
-# By kernel: queries, keys, warps, stages. Each kernel's present choice is added to them.
+# Per kernel: queries, keys, warps, stages. Each kernel's current choice is tried too.
 FORWARD = ((128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 128, 4, 2))
 DQ = ((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3), (64, 128, 8, 2))
 DKV = ((64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 2), (32, 32, 4, 3))
@@ -19,12 +19,12 @@ CHOICES = {"forward": FORWARD, "dq": DQ, "dkv": DKV}
 
 
 def choices(kernel: str, now: Tile) -> list[Tile]:
-    """The tiles to try, the present one first."""
+    """Returns the tiles to try, the current one first."""
     return list(dict.fromkeys([now, *(Tile(*numbers) for numbers in CHOICES[kernel])]))
 
 
 def sweep(context: Context, head_dim: int, best: Tiles, kernel: str) -> Tiles:
-    """Times attention with each choice for one kernel; `best` with the fastest. One record."""
+    """Times attention with each tile for one kernel, adds one record, and returns `best` with the fastest tile."""
     length, batch, width = (64, 1, 32) if context.tiny else (LENGTH, BATCH, WIDTH)
     backward, heads = kernel != "forward", width // head_dim
     now = getattr(best, kernel)
@@ -35,7 +35,7 @@ def sweep(context: Context, head_dim: int, best: Tiles, kernel: str) -> Tiles:
         ours_in_it = ours.causal(head_dim, blocks=dataclasses.replace(best, **{kernel: tile}))
         try:
             programs[str(tile)] = rivals.program(ours_in_it, backward).lower(*arguments)
-        except Exception as error:  # more than a multiprocessor has, or no such layout
+        except Exception as error:  # exceeds a multiprocessor's resources, or unsupported layout
             failed[str(tile)] = told(error)
     seconds: dict[str, timing.Timing] = {}
     for name, executable in timing.compile_all(programs).items():

@@ -1,30 +1,32 @@
-"""FLOPs and bytes by formula: what rates and shares are made of."""
+"""FLOPs and bytes by formula, from which rates and utilisation are computed."""
 
 from jaxllm.config import Architecture
 from jaxllm.ledger.formula import flops
 
-# The backward pass multiplies scores again, and four times what the forward does: 5 products beside its 2.
+# The backward pass recomputes the scores and has four more matmuls: 5, compared with 2 in the forward pass.
 FORWARD_AND_BACKWARD = 3.5
 
 
 def attention_flops(batch: int, heads: int, length: int, head_dim: int, backward: bool) -> float:
-    """Of causal self-attention, by the convention of FlashAttention-2 (Dao 2023, section 4.1): 4·B·N·T²·H / 2 forward,
-    3.5 times that with the backward pass."""
+    """Returns the FLOPs of causal self-attention by the convention of FlashAttention-2 (Dao 2023, section 4.1).
+
+    4·B·N·T²·H / 2 forward, 3.5 times that with the backward pass.
+    """
     forward = 4 * batch * heads * length**2 * head_dim / 2
     return forward * FORWARD_AND_BACKWARD if backward else forward
 
 
 def cache_bytes(batch: int, kv_heads: int, length: int, head_dim: int, itemsize: int) -> int:
-    """Keys and values that one token of each row reads in one layer; in 8 bits a float32 scale a vector besides."""
+    """Returns KV-cache bytes read per layer by one token of each row; int8 adds a float32 scale per vector."""
     scale = 4 if itemsize == 1 else 0
     return 2 * batch * kv_heads * length * (head_dim * itemsize + scale)
 
 
 def decode_bytes(model: Architecture, batch: int, length: int) -> int:
-    """Weights and cache that one token of each row reads, both in bfloat16."""
+    """Returns the bytes of weights and cache, both bfloat16, read by one token of each row."""
     return flops.decode_token(model, batch, length, "bf16", "bf16").bytes
 
 
 def utilisation(model: Architecture, length: int, tokens_per_second: float, peak: float) -> float:
-    """MFU: model FLOPs a second over a peak (FLOP/s); see `jaxllm.ledger.formula.flops`."""
+    """Returns MFU: model FLOP/s divided by a peak (FLOP/s); see `jaxllm.ledger.formula.flops`."""
     return flops.model_flops_per_token(model, length) * tokens_per_second / peak
