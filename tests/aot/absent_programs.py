@@ -51,7 +51,7 @@ class Found:
 
     @functools.cached_property
     def products(self) -> Matmuls:
-        return matmuls.products(self.module)
+        return matmuls.count_matmuls(self.module)
 
     def volume(self, *ops: str) -> int:
         """Returns the elements that one device sends in collectives of these operations, by the ZeRO paper's count."""

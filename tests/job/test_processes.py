@@ -186,16 +186,16 @@ def test_an_error_of_one_process_and_a_signal_to_one(corpus, tmp_path):
 WITHOUT_SERVICE = """
 import threading
 from jaxllm.job.distributed import Job
-from jaxllm.job.watchdog import Watch
+from jaxllm.job.watchdog import Watchdog
 
 class Gone:
     def __getattr__(self, name):
         raise RuntimeError("UNAVAILABLE: Connection reset by peer")
 
-watch = Watch(Job({index}, 2, Gone()))
+watchdog = Watchdog(Job({index}, 2, Gone()))
 for _ in range({aborts}):
-    threading.Thread(target=watch._aborted).start()
-watch.failed({error}, "a line")
+    threading.Thread(target=watchdog._aborted).start()
+watchdog.failed({error}, "a line")
 print("went on")
 """
 

@@ -75,7 +75,7 @@ POLICIES = ("none", "full", "sqrt", "dots", "names:attn_context", "names:attn_pr
 def compiled_flops(model, config) -> int:
     step_spec = programs.make_step_spec(config, model, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
-    found = matmuls.products(hlo.parse(program.compile().as_text()))
+    found = matmuls.count_matmuls(hlo.parse(program.compile().as_text()))
     assert not found.uncounted
     assert not found.unknown_loops
     return found.flops
@@ -108,7 +108,7 @@ def test_experts_multiply_their_own_tokens(experts, each):
     config.precision.policy, config.optimizer.name = "fp32", "sgd"
     step_spec = programs.make_step_spec(config, model, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
-    found = matmuls.products(hlo.parse(program.compile().as_text()))
+    found = matmuls.count_matmuls(hlo.parse(program.compile().as_text()))
     # XLA counts a few sums over tokens as matmuls too.
     assert compute.train_step(model, config, "fp32", "cpu").flops == pytest.approx(found.flops, rel=0.005)
     dense = dataclasses.replace(model, experts=0, mlp_width=each * 128)
@@ -216,7 +216,7 @@ def test_muon_s_products_are_counted(experts):
     work = compute.train_step(model, config, "fp32", "cpu")
     step_spec = programs.make_step_spec(config, model, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
-    found = matmuls.products(hlo.parse(program.compile().as_text()))
+    found = matmuls.count_matmuls(hlo.parse(program.compile().as_text()))
     assert work.flops_of["optimizer"] > work.flops_of["forward"]
     assert work.flops == pytest.approx(found.flops, rel=0.001 if experts else 0)
 

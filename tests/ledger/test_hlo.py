@@ -302,14 +302,14 @@ WEIGHT = "%w = bf16[64,32]{1,0} constant({...})"
     ],
 )  # fmt: skip
 def test_products(lines, flops):
-    found = matmuls.products(hlo.parse(wrap(lines)))
+    found = matmuls.count_matmuls(hlo.parse(wrap(lines)))
     assert (found.flops, found.count, found.uncounted) == (flops, 1, {})
 
 
 def test_products_in_loops():
-    found = matmuls.products(hlo.parse(LOOPS))
+    found = matmuls.count_matmuls(hlo.parse(LOOPS))
     assert (found.flops, found.count) == (15 * 2 * 16 * 8 * 8, 15)
-    unknown = matmuls.products(hlo.parse(LOOPS.replace("direction=LT", "direction=NE")))
+    unknown = matmuls.count_matmuls(hlo.parse(LOOPS.replace("direction=LT", "direction=NE")))
     assert (unknown.flops, unknown.unknown_loops) == (3 * 2 * 16 * 8 * 8, ("loop",))
 
 
@@ -319,7 +319,7 @@ def test_what_cannot_be_counted_is_named():
         "%b = bf16[4,64] ragged-dot(%a, %a), lhs_contracting_dims={1}",
         '%y = bf16[4,64] custom-call(%b), custom_call_target="__cublas$gemm"',
     ]
-    found = matmuls.products(hlo.parse(wrap(lines)))
+    found = matmuls.count_matmuls(hlo.parse(wrap(lines)))
     assert found.flops == 0
     assert found.uncounted == {"__cudnn$fmhaSoftmax": 1, "ragged-dot": 1, "__cublas$gemm": 1}
 
@@ -354,7 +354,7 @@ def test_a_real_data_parallel_step():
     (found,) = collectives.collectives(module)
     assert (found.op, found.devices, found.runs.times) == ("all-reduce", 8, 1)
     assert found.volume == 2 * TRIPS * SIDE * SIDE
-    assert matmuls.products(module).flops == 3 * TRIPS * 2 * (ROWS // 8) * SIDE * SIDE
+    assert matmuls.count_matmuls(module).flops == 3 * TRIPS * 2 * (ROWS // 8) * SIDE * SIDE
 
 
 def test_a_real_collective_in_a_loop():
@@ -379,7 +379,7 @@ def test_a_real_collective_in_a_loop():
     found = [c for c in collectives.collectives(module) if c.op == "all-gather"]
     assert sum(c.volume for c in found) == TRIPS * SIDE * SIDE
     assert sum(c.runs.times for c in found) == TRIPS
-    assert matmuls.products(module).flops == TRIPS * 2 * (ROWS // 8) * SIDE * SIDE
+    assert matmuls.count_matmuls(module).flops == TRIPS * 2 * (ROWS // 8) * SIDE * SIDE
 
 
 def test_a_sum_too_many_shows():
@@ -394,7 +394,7 @@ def test_a_real_loop_that_ends_by_what_it_computes():
 
     compiled = jax.jit(lambda x: jax.lax.while_loop(lambda x: x.sum() > 1, body, x))
     module = hlo.parse(compiled.lower(jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)).compile().as_text())
-    found = matmuls.products(module)
+    found = matmuls.count_matmuls(module)
     assert found.flops == 2 * SIDE**3
     assert len(found.unknown_loops) == 1
 

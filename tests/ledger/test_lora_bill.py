@@ -102,7 +102,7 @@ def test_arguments_and_flops_are_the_program_s_and_the_peak_is_near(name):
     found, bill = attached.figures(program), training(model, made, policy)
     batch = next(row.bytes_per_device for row in bill.rows if row.name == "batch")
     assert found["arguments"] == bill.persistent_bytes + batch
-    multiplied = matmuls.products(hlo.parse(program.as_text()))
+    multiplied = matmuls.count_matmuls(hlo.parse(program.as_text()))
     assert multiplied.flops == compute.train_step(model, made, policy, "cpu").flops
     assert abs(bill.peak_bytes / found["peak"] - 1) < allowed
     plain = dataclasses.replace(made, lora=dataclasses.replace(made.lora, rank=0))

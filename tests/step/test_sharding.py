@@ -90,7 +90,7 @@ def test_a_forgotten_sum_over_tensor_is_caught(monkeypatch):
 
 
 def test_a_norm_over_one_device_s_heads_is_caught(monkeypatch):
-    monkeypatch.setattr(Collectives, "head_sum", lambda self, x: x * self.tensor)
+    monkeypatch.setattr(Collectives, "all_reduce_heads", lambda self, x: x * self.tensor)
     got = steps.Run(steps.config(mesh_tensor=2), ALL["post"]).losses(3)
     assert np.abs(np.subtract(got, one_device("post", 3, 1))).max() > 1e-4
 

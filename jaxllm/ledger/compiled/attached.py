@@ -62,7 +62,7 @@ class Inspection:
     Attributes:
       figures: Result of `figures`; all Unknown after an out-of-memory error, except a peak that the error names.
       collectives: Result of `collectives.summary`; Unknown if the HLO text cannot be parsed.
-      products: Fields of `matmuls.Products`; Unknown if the HLO text cannot be parsed.
+      products: Fields of `matmuls.Matmuls`; Unknown if the HLO text cannot be parsed.
       seconds: Compile time.
       refused: The compiler's message if the program does not fit the device, else "".
     """
