@@ -30,6 +30,11 @@ class KVCache(flax.struct.PyTreeNode):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.kv))
 
 
+def dtype_of(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """Returns the dtype of keys and values: int8 for `--cache_dtype=int8`, else the compute dtype `dtype`."""
+    return jnp.int8 if name == "int8" else dtype
+
+
 def create(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> KVCache:
     """Creates an empty cache filled with zeros, so that masked slots are finite.
 

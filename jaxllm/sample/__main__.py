@@ -20,6 +20,7 @@ from absl import flags
 
 from jaxllm import commandline
 from jaxllm.checkpoints import checkpoint, open_any
+from jaxllm.decode import cache as cache_lib
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import CHUNK, Generator
@@ -30,7 +31,6 @@ from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.ledger import bill
 from jaxllm.ledger.advice import out_of_memory
-from jaxllm.ledger.compiled.task_programs import cache_dtype
 from jaxllm.ledger.formula.exact.formats import AUTO, INT8
 from jaxllm.ledger.runtime.sampling import SamplingBill
 from jaxllm.sample import chat
@@ -96,7 +96,7 @@ def main() -> None:
             _PROMPT.value,
             lambda tokens: _bill(opened, 1, tokens),
             dtype,
-            cache_dtype(_CACHE_DTYPE.value, dtype),
+            cache_lib.dtype_of(_CACHE_DTYPE.value, dtype),
             as_json=_JSON.value,
         )
         return
@@ -144,7 +144,7 @@ def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
 def _sample(
     opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, sampled: SamplingBill, dtype: Any
 ) -> None:
-    cache = cache_dtype(_CACHE_DTYPE.value, dtype)
+    cache = cache_lib.dtype_of(_CACHE_DTYPE.value, dtype)
     how: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value}
     generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, **how)
     live = len(_PROMPT.value) == 1 and not _JSON.value

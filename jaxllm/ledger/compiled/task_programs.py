@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm import programs
 from jaxllm.config import Architecture, Config
-from jaxllm.ledger.formula.exact.formats import AUTO, INT8
+from jaxllm.decode import cache as cache_lib
+from jaxllm.ledger.formula.exact.formats import AUTO
 from jaxllm.programs import Program
 from jaxllm.step.precision import policy_for
 
@@ -48,13 +47,8 @@ def programs_of(
         step_spec = programs.make_step_spec(config, model, platform)
         return {"train_step": programs.train_step(config, step_spec, over)}  # type: ignore[arg-type]
     dtype = policy_for("auto", platform).compute
-    how = (sampling.context, dtype, cache_dtype(sampling.cache, dtype), platform == "tpu")
+    how = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), platform == "tpu")
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *how),
         "decode": programs.decode(model, sampling.batch, sampling.steps, *how),
     }
-
-
-def cache_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """Returns the dtype of keys and values: int8 for format int8, the compute dtype `dtype` for any other."""
-    return jnp.int8 if name == INT8 else dtype
