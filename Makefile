@@ -14,8 +14,8 @@ CHAT_ARGS ?= --temperature 0.2 --top_p 0.9
 PARITY ?= .venv-parity
 PYTEST_ARGS ?=
 
-# The tests that depend on the version of JAX; the others run once, on one Python.
-NEWER_TESTS := $(addprefix tests/,checkpoints decode engine kernels ledger model parallel properties step train)
+# The tests that depend on the versions of JAX and Grain; the others run once, on one Python.
+NEWER_TESTS := $(addprefix tests/,checkpoints data decode engine kernels ledger model parallel properties sample step train)
 
 .PHONY: quickstart chat test test-slow test-newer test-aot test-parity lint format clean
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.ledger.report import groups
-from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown, format_bytes
+from jaxllm.ledger.rows import Ledger, Unknown, format_bytes
 
 _INK, _QUIET, _LIMIT = "#16191d", "#5b6470", "#b3380b"
 _WIDTH = 11.0  # inches, at 150 dpi
@@ -93,7 +93,7 @@ def _far(ledger: Ledger) -> bool:
 
 
 def _name(phase: str) -> str:
-    return "always there" if phase == PERSISTENT else phase.replace("backward boundary", "backward\nboundary")
+    return phase.replace("backward boundary", "backward\nboundary")
 
 
 def _narrow(phase: str) -> str:

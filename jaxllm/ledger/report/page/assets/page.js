@@ -46,9 +46,8 @@ function bars(bill, width) {
       start += bytes;
       return `<rect x="${x}" y="${y}" width="${w}" height="18" fill="${DATA.colours[group]}"><title>${escape(group)}: ${gib(bytes)}</title></rect>`;
     });
-    const name = phase.name === "persistent" ? "always there" : phase.name;
     const weight = phase.name === bill.shown.peak_phase ? 700 : 400;
-    return `<text font-size="12.5" font-weight="${weight}" x="2" y="${y - 5}">${escape(capitalized(name))}<tspan class="quiet" dx="8">${gib(phase.total)}</tspan></text>${parts.join("")}`;
+    return `<text font-size="12.5" font-weight="${weight}" x="2" y="${y - 5}">${escape(capitalized(phase.name))}<tspan class="quiet" dx="8">${gib(phase.total)}</tspan></text>${parts.join("")}`;
   });
   let limit = "";
   if (known(capacity)) {
@@ -59,7 +58,7 @@ function bars(bill, width) {
   return `<svg viewBox="0 0 ${width} ${bottom + 38}" role="img" aria-label="memory by kind in each phase">${grid}${drawn.join("")}${limit}</svg>`;
 }
 
-// Memory over a step or a request: the total of each phase in turn, over what is always there.
+// Memory over a step or a request: the total of each phase in turn, over the persistent memory.
 function course(bill, width) {
   const [always, ...rest] = bill.shown.phases, capacity = bill.capacity_bytes;
   const shown = [always, ...rest, always], top = 24, bottom = 190, left = 52, right = width - 8;
@@ -95,8 +94,7 @@ function table(bill, phases, peak) {
         <td class="how">${how}</td><td class="bytes" title="${row.bytes_per_device.toLocaleString("en")} B">${bill.shown.texts[i]}</td>
         <td class="share">${phase === "host memory" ? "" : share(row.bytes_per_device)}</td></tr>`;
     });
-    const name = phase === "persistent" ? "always there" : phase;
-    return `<tr class="phase"><td colspan="4">${escape(capitalized(name))}</td></tr>${lines.join("")}
+    return `<tr class="phase"><td colspan="4">${escape(capitalized(phase))}</td></tr>${lines.join("")}
       <tr class="sum"><td>Sum</td><td class="how"></td><td class="bytes">${bill.shown.sums[phase]}</td>
       <td class="share">${phase === "host memory" ? "" : share(sum)}</td></tr>`;
   });
