@@ -106,16 +106,16 @@ def reconcile(
     }
     compiled = compiled_figures or {}
     not_compiled = Unknown("nothing was compiled")
-    in_program = Unknown("XLA tells a program's arguments in one sum, batch included")
+    in_program = Unknown("XLA reports a program's arguments as one sum, batch included")
     compiled_column: dict[str, Figure] = dict.fromkeys(EXACT, in_program if compiled else not_compiled)
-    in_temporaries = Unknown("XLA tells a program's temporaries in one sum")
+    in_temporaries = Unknown("XLA reports a program's temporaries as one sum")
     compiled_column["activations"] = in_temporaries if compiled else not_compiled
     compiled_column["peak"] = compiled.get("peak", not_compiled)
 
     device: dict[str, Figure] = {name: Unknown("no live state was given") for name in EXACT}
     for name, tree in (state_trees or {}).items():
         device["persistent" if name == "state" else name] = device_lib.tree_bytes(tree)
-    device["activations"] = Unknown("a device does not tell what is alive in the middle of a step")
+    device["activations"] = Unknown("a device does not report what is live in the middle of a step")
     device["peak"] = (device_figures or {}).get("peak", Unknown("no device was asked"))
 
     not_traced = Unknown("nothing was traced")

@@ -50,7 +50,7 @@ def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any
         "optimizer": bytes_per_device(state.opt_state),
         "persistent": bytes_per_device(state),
         "activations": sum(residuals(config, model, platform).tags.values()),
-        "peak": Unknown("a trace does not tell which temporaries the compiler makes"),
+        "peak": Unknown("the compiler's temporaries are not in a trace"),
     }
 
 
