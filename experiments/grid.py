@@ -98,7 +98,7 @@ def description(config: Config) -> str:
 
 
 def platform(target: str) -> str:
-    return "cpu" if target == "cpu" else detect.named(target).platform
+    return "cpu" if target == "cpu" else detect.by_name(target).platform
 
 
 def cells(target: str, count: int) -> Iterator[Cell]:

@@ -84,7 +84,7 @@ def _result(name: str, target: str, told: dict[str, Any]) -> Result:
         if target != "cpu"
         else peers.estimates(model, config, policy, "h100")
     )
-    size = grid.MEMORY[target] if target == "cpu" else detect.named(target).memory_bytes or 0
+    size = grid.MEMORY[target] if target == "cpu" else detect.by_name(target).memory_bytes or 0
     return Result(
         cell=grid.Cell(name, target, config),
         formula=ledger.peak_bytes,

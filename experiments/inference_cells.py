@@ -89,7 +89,7 @@ def inference_cells(
 def programs_of_cell(config: Config, sampling: SamplingSpec, device: str) -> dict[str, Program]:
     """Returns the prefill and decode programs of a cell."""
     model = architectures.resolve_config(config)
-    dtype = policy_for(config.precision.policy, DEVICES[device]).compute
+    dtype = policy_for(config.precision.policy, DEVICES[device]).compute_dtype
     how = (sampling.context, dtype, dtype, DEVICES[device] == "tpu")
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *how),
@@ -103,6 +103,6 @@ def compile_cell(program: Program, device: str) -> jax.stages.Compiled:
         return program.compile()
     from jaxllm.ledger.compiled import absent  # needs the environment with the compilers for absent devices
 
-    target = detect.named(device).compile_target
+    target = detect.by_name(device).compile_target
     assert target is not None
     return absent.compile_for(program, target, 1)

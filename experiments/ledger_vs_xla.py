@@ -47,17 +47,22 @@ def inspect(cell: grid.Cell) -> Inspection:
         return attached.inspect(
             programs_of(config, model, platform, mesh.make_mesh(config.mesh), None)["train_step"].compile
         )
-    device = detect.named(cell.target)
+    device = detect.by_name(cell.target)
     program = programs_of(config, model, platform, absent.abstract_mesh(config), None)["train_step"]
     target = absent.require_compiler(device.name, device.compile_target)
-    return absent.inspection_for(program, target, math.prod(mesh.sizes(config.mesh).values()))
+    return absent.inspect_program(program, target, math.prod(mesh.axis_sizes(config.mesh).values()))
 
 
 def measure(cell: grid.Cell) -> dict[str, Any]:
     """Returns a cell's figures as JSON: bytes on one device or the compiler's refusal, seconds, and the run."""
     found = inspect(cell)
     figures = {name: figure_to_json(found.figures[name]) for name in FIGURES}
-    return {**figures, "refused": found.refused, "seconds": round(found.seconds, 1), "run": grid.overrides(cell.config)}
+    return {
+        **figures,
+        "refused": found.oom_message,
+        "seconds": round(found.seconds, 1),
+        "run": grid.overrides(cell.config),
+    }
 
 
 def run(folder: pathlib.Path, target: str, cells: Iterable[grid.Cell]) -> None:

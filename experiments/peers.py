@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 
 from jaxllm.config import Architecture, Config
-from jaxllm.hardware.detect import named
+from jaxllm.hardware.detect import by_name
 from jaxllm.ledger.rows import Figure, Unknown
 from jaxllm.model.specs import parameter_count
 from jaxllm.parallel import mesh as mesh_lib
@@ -35,7 +35,7 @@ def estimates(model: Architecture, config: Config, policy: str, device: str) -> 
       device: device name, as for `--device`.
     """
     found: dict[str, Figure] = {name: estimate(model, config, policy) for name, estimate in PEERS.items()}
-    if named(device).platform == "tpu":
+    if by_name(device).platform == "tpu":
         found |= {name: Unknown(f"{name} does not run on TPUs") for name in ("deepspeed", "megatron")}
     return found
 
@@ -43,7 +43,7 @@ def estimates(model: Architecture, config: Config, policy: str, device: str) -> 
 def _split(config: Config, *allowed: str) -> str:
     """Lists the mesh axes larger than 1, except the allowed ones; "" if there are none."""
     return ", ".join(
-        f"{axis} {size}" for axis, size in mesh_lib.sizes(config.mesh).items() if size > 1 and axis not in allowed
+        f"{axis} {size}" for axis, size in mesh_lib.axis_sizes(config.mesh).items() if size > 1 and axis not in allowed
     )
 
 
@@ -189,7 +189,7 @@ def cookbook(model: Architecture, config: Config, policy: str) -> Figure:
     state = cookbook_state(
         cookbook_parameters(model, config.data.sequence_length),
         2 if policy in _MASTERS else 4,
-        math.prod(mesh_lib.sizes(config.mesh).values()),
+        math.prod(mesh_lib.axis_sizes(config.mesh).values()),
         config.mesh.tensor,
         config.mesh.zero,
         optimizer,

@@ -43,7 +43,7 @@ from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.rows import Figure, Unknown, figure_to_json, format_bytes
 from jaxllm.parallel import mesh
 from jaxllm.plan import training
-from jaxllm.plan.space import Space
+from jaxllm.plan.space import SearchSpace
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS, RESULTS = HERE.parent / "configs", HERE / "results" / "planner_configs.json"
@@ -112,15 +112,15 @@ def changed(config: Config, fields: Mapping[str, Any]) -> Config:
 
 def count_of(config: Config) -> int:
     count = 1
-    for size in mesh.sizes(config.mesh).values():
+    for size in mesh.axis_sizes(config.mesh).values():
         count *= size
     return count
 
 
 def planned(config: Config) -> dict[str, Any]:
     """Returns the fields of the planner's first choice for the configuration's number of devices."""
-    device = detect.named(DEVICE)
-    space = Space(
+    device = detect.by_name(DEVICE)
+    space = SearchSpace(
         base=config,
         model=architectures.resolve_config(config),
         count=count_of(config),
@@ -134,7 +134,7 @@ def planned(config: Config) -> dict[str, Any]:
 
 def in_order(config: Config) -> float:
     """Returns a lower bound of the step time, in seconds, without overlap of dependent work."""
-    device = detect.named(DEVICE)
+    device = detect.by_name(DEVICE)
     run = _run_of(config)
     least = roofline.train_step(run, device)
     exchanged = _exchange_seconds(run)
@@ -150,7 +150,7 @@ def in_order(config: Config) -> float:
 
 def _run_of(config: Config) -> TrainingRun:
     model = architectures.resolve_config(config)
-    return run_lib.make(model, config, config.precision.policy, detect.named(DEVICE).platform)
+    return run_lib.make(model, config, config.precision.policy, detect.by_name(DEVICE).platform)
 
 
 def _exchange_seconds(run: TrainingRun) -> float:
@@ -158,7 +158,7 @@ def _exchange_seconds(run: TrainingRun) -> float:
     seconds = 0.0
     for transfer in communication.transfers(run):
         if transfer.axes == ("tensor",) and "activations" in transfer.name:
-            rate = roofline.ring_rate(transfer, run.mesh, detect.named(DEVICE))
+            rate = roofline.ring_rate(transfer, run.mesh, detect.by_name(DEVICE))
             assert rate is not None
             seconds += transfer.ring_bytes / rate
     return seconds
@@ -185,7 +185,7 @@ def compiled_peak(config: Config, kept: dict[str, Any]) -> Figure:
 def run_of(config: Config, kept: dict[str, Any], fields: Mapping[str, Any]) -> Run:
     config = changed(config, fields)
     model = architectures.resolve_config(config)
-    least = roofline.train_step(_run_of(config), detect.named(DEVICE))
+    least = roofline.train_step(_run_of(config), detect.by_name(DEVICE))
     assert isinstance(least.seconds, float)
     return Run(
         fields=dict(fields),
@@ -193,7 +193,7 @@ def run_of(config: Config, kept: dict[str, Any], fields: Mapping[str, Any]) -> R
         in_order=in_order(config),
         bound=str(least.bound),
         formula=training_memory.training(
-            model, config, config.precision.policy, detect.named(DEVICE).platform
+            model, config, config.precision.policy, detect.by_name(DEVICE).platform
         ).peak_bytes,
         xla=compiled_peak(config, kept),
     )
@@ -210,7 +210,7 @@ def measure(name: str, kept: dict[str, Any]) -> dict[str, Run]:
 
 def verdict(runs: Mapping[str, Run]) -> str:
     """Returns the verdict for one configuration: the planner's choice fits and is faster by both bounds, or why not."""
-    capacity = detect.named(DEVICE).memory_bytes or 0
+    capacity = detect.by_name(DEVICE).memory_bytes or 0
     planner, obvious = runs["planner"], runs["obvious"]
     if not isinstance(planner.xla, Unknown) and planner.xla > capacity:
         return "does not fit"
@@ -249,7 +249,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "claim": f"the planner's choice is at least {WORTH:g} times as fast as the obvious one",
         "prediction": "it is for all that span several GPUs; on one the two are alike",
-        "device": detect.named(DEVICE).name,
+        "device": detect.by_name(DEVICE).name,
     }
     for name in OBVIOUS:
         found[name] = measure(name, kept)

@@ -28,7 +28,7 @@ from jaxllm.ledger.formula.exact import block_graph, layout, optimizer_slots
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact import state as states
 from jaxllm.plan import training
-from jaxllm.plan.space import Space
+from jaxllm.plan.space import SearchSpace
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 CANDIDATES = 10_000
@@ -45,7 +45,7 @@ CACHES = (
 )
 
 
-def candidates(space: Space, device: detect.Device) -> dict[str, float]:
+def candidates(space: SearchSpace, device: detect.Device) -> dict[str, float]:
     """Times the evaluation of 10,000 choices sampled across a space: peak and least step time of each, one by one."""
     every = [choice for family in space.families() for choice in family]
     choices = every[:: max(len(every) // CANDIDATES, 1)][:CANDIDATES]
@@ -66,7 +66,7 @@ def candidates(space: Space, device: detect.Device) -> dict[str, float]:
     }
 
 
-def plan(space: Space, device: detect.Device) -> dict[str, float]:
+def plan(space: SearchSpace, device: detect.Device) -> dict[str, float]:
     """Times a whole plan, as the command runs it."""
     forget()
     processor = time.process_time()
@@ -108,10 +108,10 @@ def main() -> None:
     parser.add_argument("--device", default="h100")
     parser.add_argument("--count", type=int, default=64)
     asked = parser.parse_args()
-    device = detect.named(asked.device)
+    device = detect.by_name(asked.device)
     config = training.base_config(asked.model, 8192, 128, "adamw")
     model = architectures.resolve_config(config)
-    space = Space(config, model, asked.count, device.platform, ("bf16",), ("float32",))
+    space = SearchSpace(config, model, asked.count, device.platform, ("bf16",), ("float32",))
     uncached("gpt2", device)  # warm-up: imports and first-use compilation
     single = {name: uncached(name, device) for name in ("gpt3-175b", "llama3-70b", "gemma3-27b", "mixtral-8x7b")}
     many, whole = candidates(space, device), plan(space, device)

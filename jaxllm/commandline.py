@@ -68,7 +68,7 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
     argv = list(sys.argv if argv is None else argv)
     # Libraries also log the errors that they raise; without this each error is printed twice.
     logging.set_verbosity(logging.FATAL)
-    devices.claim_memory()
+    devices.set_memory_fraction()
     try:
         if {"--help", "-h", "-help"} & set(argv[1:]):
             print(_help(main))

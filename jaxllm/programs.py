@@ -63,7 +63,7 @@ def make_step_spec(config: Config, model: Architecture, platform: str) -> StepSp
         optimizer=make_optimizer(config.optimizer, model, config.lora),
         schedule=make_schedule(config.optimizer, config.train.steps),
         policy=policy,
-        attention=attention_choice.resolve(config, model, platform, policy.compute.name),
+        attention=attention_choice.resolve(config, model, platform, policy.compute_dtype.name),
         remat=remat.parse(config.remat.policy),
         clip_norm=config.optimizer.clip_norm,
         accumulate=config.train.accumulate,
@@ -81,7 +81,7 @@ def _create(config: Config, step_spec: StepSpec, layout: Layout) -> Callable[[],
         config.lora,
         step_spec.optimizer,
         config.train.seed,
-        (policy.store, policy.compute),
+        (policy.param_dtype, policy.compute_dtype),
         (layout.weights, layout.frozen),
         precision.initial_scale(config.precision, policy),
     )
@@ -128,16 +128,19 @@ def state_from(config: Config, step_spec: StepSpec, mesh: Mesh, load: Callable[[
     abstract = abstract_state(config, step_spec, mesh)
     scale, seed = precision.initial_scale(config.precision, step_spec.policy), config.train.seed
     if abstract.frozen is not None:
-        frozen = load(step_spec.policy.compute, abstract.frozen)
+        frozen = load(step_spec.policy.compute_dtype, abstract.frozen)
         specs, placements = adapter_specs.trained_specs(step_spec.model, config.lora), _weights(config, step_spec, mesh)
         fresh = jax.jit(
             lambda: state_lib.begin(
-                state_lib.initial(specs, seed, step_spec.policy.store, placements), step_spec.optimizer, seed, scale
+                state_lib.initial(specs, seed, step_spec.policy.param_dtype, placements),
+                step_spec.optimizer,
+                seed,
+                scale,
             ),
             out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, frozen=None)),
         )
         return dataclasses.replace(fresh(), frozen=frozen)
-    params = load(step_spec.policy.store, abstract.params)
+    params = load(step_spec.policy.param_dtype, abstract.params)
     beside = jax.jit(
         lambda params: dataclasses.replace(state_lib.begin(params, step_spec.optimizer, seed, scale), params=None),
         out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, params=None)),
@@ -175,15 +178,15 @@ def eval_step(config: Config, step_spec: StepSpec, mesh: Mesh) -> Program:
     return Program("eval_step", jitted, ((state.params, state.frozen), batch), ())
 
 
-def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, turned: bool) -> Any:
+def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, transposed: bool) -> Any:
     """Returns the abstract parameters for inference: in the compute dtype, without float32 master copies."""
     params = specs.abstract(specs.param_specs(model), dtype)
-    return jax.eval_shape(weights.turn, params) if turned else params
+    return jax.eval_shape(weights.to_tpu_layout, params) if transposed else params
 
 
-def _reading(function: Callable[..., Any], turned: bool) -> Callable[..., Any]:
+def _reading(function: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
     """Adapts a function of (params, …) to parameters in the layout of `_inference_params`."""
-    return (lambda params, *rest: function(weights.straighten(params), *rest)) if turned else function
+    return (lambda params, *rest: function(weights.from_tpu_layout(params), *rest)) if transposed else function
 
 
 def prefill(
@@ -193,7 +196,7 @@ def prefill(
     capacity: int,
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike | None = None,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Program:
     """Builds the program (params, state, tokens [B, C], valid [B, C]) -> state, which donates the state.
 
@@ -208,8 +211,10 @@ def prefill(
     state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, chunk), bool)
-    run = _reading(lambda params, state, tokens, valid: generate.prefill(params, state, tokens, valid, model), turned)
-    inputs = (_inference_params(model, dtype, turned), state, tokens, valid)
+    run = _reading(
+        lambda params, state, tokens, valid: generate.prefill(params, state, tokens, valid, model), transposed
+    )
+    inputs = (_inference_params(model, dtype, transposed), state, tokens, valid)
     return Program("prefill", jax.jit(run, donate_argnums=1), inputs, (1,))
 
 
@@ -220,7 +225,7 @@ def decode(
     capacity: int,
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike | None = None,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Program:
     """Builds the program (params, state, limit) -> (state, tokens [B, steps]), which runs at most `limit` steps.
 
@@ -235,18 +240,18 @@ def decode(
       turned: Whether the parameters are in the transposed layout of `decode.weights.turn`.
     """
     state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
-    run = _reading(lambda params, state, limit: generate.decode(params, state, limit, model, steps), turned)
-    inputs = (_inference_params(model, dtype, turned), state, jax.ShapeDtypeStruct((), jnp.int32))
+    run = _reading(lambda params, state, limit: generate.decode(params, state, limit, model, steps), transposed)
+    inputs = (_inference_params(model, dtype, transposed), state, jax.ShapeDtypeStruct((), jnp.int32))
     return Program("decode", jax.jit(run, donate_argnums=1), inputs, (1,))
 
 
 def decode_without_cache(
-    model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike, turned: bool = False
+    model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike, transposed: bool = False
 ) -> Program:
     """Builds the `decode` program with a full forward pass per token; its state stores tokens instead of a cache."""
     state = decode_state.abstract(model, batch, capacity, dtype, with_cache=False)
     run = _reading(
-        lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps), turned
+        lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps), transposed
     )
-    inputs = (_inference_params(model, dtype, turned), state, jax.ShapeDtypeStruct((), jnp.int32))
+    inputs = (_inference_params(model, dtype, transposed), state, jax.ShapeDtypeStruct((), jnp.int32))
     return Program("decode_without_cache", jax.jit(run, donate_argnums=1), inputs, (1,))

@@ -66,7 +66,7 @@ def run(context: Context) -> None:
     if context.tiny:
         config.model.vocab_size = 257  # the tokenizer's size
     model = architectures.resolve_config(config)
-    dtype = jnp.float32 if context.tiny else policy_for("auto", jax.default_backend()).compute
+    dtype = jnp.float32 if context.tiny else policy_for("auto", jax.default_backend()).compute_dtype
     params = weights(model, dtype)
     for chunk in (16,) if context.tiny else CHUNKS:
         for batch in (2,) if context.tiny else BATCHES:

@@ -47,7 +47,7 @@ def measure(context: Context, model: str, length: int, batch: int, attention: st
     timed = timing.measure(made.one)
     rate = made.tokens / timed.median
     length = config.data.sequence_length
-    dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
+    dtype = policy_for(config.precision.policy, jax.default_backend()).compute_dtype.name
     measured = peaks.product_rate(context.tiny)
     shares = {"of a measured product": work.utilisation(made.model, length, rate, measured)}
     published = detect.this_machine().peak(dtype)

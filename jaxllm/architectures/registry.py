@@ -113,7 +113,8 @@ def resolve(model: ModelConfig) -> Architecture:
 
     An override changes only its own field: a new width or number of heads keeps head_dim, and a new width keeps
     embedding_scale. One exception: in a model without grouped heads (kv_heads equal to heads), `heads` also sets
-    `kv_heads`, unless that is given. If every field without a default is given, as by `listed`, any name is accepted.
+    `kv_heads`, unless that is given. If every field without a default is given, as by `explicit_config`, any name is
+    accepted.
 
     Raises:
       UserError: the name is unknown; the message names the nearest ones.
@@ -131,7 +132,7 @@ def resolve(model: ModelConfig) -> Architecture:
     return dataclasses.replace(entry, **overrides)
 
 
-def listed(name: str, model: Architecture) -> ModelConfig:
+def explicit_config(name: str, model: Architecture) -> ModelConfig:
     """Returns the configuration of a model outside the registry: all of its fields, under a name for messages."""
     return ModelConfig(name=name, **{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
 

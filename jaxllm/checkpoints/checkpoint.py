@@ -67,7 +67,7 @@ class Checkpointer:
         self._orbax = arrays.checkpointer(self._job)
         self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
-        if self._job.leads:
+        if self._job.is_leader:
             self._folder.mkdir(parents=True, exist_ok=True)
             for leftover in self._folder.glob(f"{_STAGING}*"):  # left by a killed run; never valid
                 shutil.rmtree(leftover)
@@ -92,7 +92,7 @@ class Checkpointer:
         self.wait()
         staging = self._folder / f"{_STAGING}{step}"
         try:
-            if self._job.leads:
+            if self._job.is_leader:
                 self._check_space(step, state)
                 (staging / "data").mkdir(parents=True)
                 (staging / "config.json").write_text(json.dumps(overrides.to_dict(self._config), indent=1))
@@ -123,7 +123,7 @@ class Checkpointer:
             self._orbax.wait_until_finished()
             job.barrier(f"save-{step}-written")
             files = job.gather(f"save-{step}-files", manifest.fingerprints(staging, job.index, job.count))
-            if job.leads:
+            if job.is_leader:
                 manifest.write(staging, {name: file for part in files for name, file in part.items()})
                 if final.exists():
                     manifest.set_aside(final)
@@ -134,7 +134,7 @@ class Checkpointer:
             if self._is_of_the_job(error):
                 raise
             raise self._failed(step, staging, error) from error
-        if job.leads:
+        if job.is_leader:
             for old in list(_complete(self._folder))[self._config.checkpoint.keep :]:
                 shutil.rmtree(old)
 
@@ -171,7 +171,7 @@ class Checkpointer:
           UserError: the run in this workdir has another configuration, every checkpoint is damaged, or this process
             does not see the checkpoint on its disk.
         """
-        name = self._job.decide("restore", self._newest_whole)
+        name = self._job.decide("restore", self._newest_intact)
         if name is None:
             return None
         path = self._folder / name
@@ -184,11 +184,11 @@ class Checkpointer:
         places = {file.stem: json.loads(file.read_text()) for file in (path / "data").glob("*.json")}
         return Restored(state, places, int(name))
 
-    def _newest_whole(self) -> str | None:
+    def _newest_intact(self) -> str | None:
         found = False
         for path in _complete(self._folder):
             found = True
-            damage = manifest.damage(path)
+            damage = manifest.find_damage(path)
             if damage:
                 self._say(f"skipping checkpoint {path}: {damage}; set aside as {manifest.set_aside(path).name}")
                 continue
@@ -246,7 +246,7 @@ def newest(workdir: str | os.PathLike[str]) -> tuple[pathlib.Path, Config]:
         raise UserError(f"{workdir} is not the workdir of a training run (it has no checkpoints/); train one first")
     reasons = []
     for path in _complete(folder):
-        damage = manifest.damage(path)
+        damage = manifest.find_damage(path)
         if not damage:
             return path, _config_in(path)
         reasons.append(f"{path.name}: {damage}")

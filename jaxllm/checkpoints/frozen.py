@@ -34,7 +34,7 @@ def write(workdir: pathlib.Path, weights: Any, job: Job) -> None:
     folder, staging = (workdir / name for name in (_FOLDER, _STAGING))
     folder, staging = folder.absolute(), staging.absolute()  # Orbax requires absolute paths
     try:
-        if job.leads:
+        if job.is_leader:
             for leftover in (folder, staging):
                 shutil.rmtree(leftover, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -42,7 +42,7 @@ def write(workdir: pathlib.Path, weights: Any, job: Job) -> None:
         arrays.save_params(job, staging / _STATE, weights)
         job.barrier("frozen-written")
         files = job.gather("frozen-files", manifest.fingerprints(staging, job.index, job.count))
-        if job.leads:
+        if job.is_leader:
             manifest.write(staging, {name: file for part in files for name, file in part.items()})
             staging.rename(folder)
             manifest.sync(workdir)
@@ -68,7 +68,7 @@ def attached(state: TrainState, abstract: TrainState, workdir: pathlib.Path, job
     """
     if abstract.frozen is None:
         return state
-    damage = job.decide("frozen", lambda: _damage(workdir))
+    damage = job.decide("frozen", lambda: _find_damage(workdir))
     if damage:
         raise UserError(damage)
     return dataclasses.replace(state, frozen=_read(workdir, abstract.frozen))
@@ -90,7 +90,7 @@ def merged_model(
     Raises:
       UserError: the frozen weights are missing or damaged.
     """
-    damage = _damage(workdir)
+    damage = _find_damage(workdir)
     if damage:
         raise UserError(damage)
     beside = jax.tree.leaves(targets)[0].sharding
@@ -115,10 +115,10 @@ def _read(workdir: pathlib.Path, abstract: Any) -> Any:
     return arrays.restore_params((workdir / _FOLDER / _STATE).absolute(), abstract)
 
 
-def _damage(workdir: pathlib.Path) -> str:
+def _find_damage(workdir: pathlib.Path) -> str:
     """Returns a message with the damage to the frozen weights and the fix; "" if they are intact."""
     folder = workdir / _FOLDER
-    damage = manifest.damage(folder) if folder.is_dir() else "it is missing"
+    damage = manifest.find_damage(folder) if folder.is_dir() else "it is missing"
     if not damage:
         return ""
     return (

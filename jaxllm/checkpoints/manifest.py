@@ -37,7 +37,7 @@ def fingerprint(path: pathlib.Path) -> list[int]:
     return [size, crc]
 
 
-def damage(path: pathlib.Path) -> str | None:
+def find_damage(path: pathlib.Path) -> str | None:
     """Checks a folder against its manifest; returns a description of the first damage, or None if it is intact."""
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]

@@ -74,7 +74,7 @@ def prepare(config: Config, workdir: pathlib.Path) -> RunInit:
     stored = checkpoint.stored_config(workdir)
     if stored is not None:
         base, name = architectures.resolve(stored.model), stored.model.name
-        has_own = stored.data.tokenizer == workdir_lib.OWN
+        has_own = stored.data.tokenizer == workdir_lib.OWN_FILES
         config = _spelled_out(config, base, name, f"the run in {workdir}", has_own)
         return RunInit(config, _text(config, None, workdir), None)
     source = open_any(config.init_from)
@@ -102,10 +102,10 @@ def resolved(config: Config, source: Pretrained | None = None) -> Config:
 
 
 def _spelled_out(config: Config, base: Architecture, name: str, where: str, has_own: bool) -> Config:
-    model = architectures.listed(name, agreed(config.model, base, where))
+    model = architectures.explicit_config(name, agreed(config.model, base, where))
     data = config.data
     if data.tokenizer == "bytes" and has_own:
-        data = dataclasses.replace(data, tokenizer=workdir_lib.OWN)
+        data = dataclasses.replace(data, tokenizer=workdir_lib.OWN_FILES)
     return dataclasses.replace(config, model=model, data=data)
 
 
@@ -151,9 +151,9 @@ def _shapes(model: Architecture) -> dict[str, list[int]]:
 
 
 def _text(config: Config, own: Text | None, workdir: pathlib.Path) -> Text | None:
-    if config.data.tokenizer == workdir_lib.OWN and own is not None:
+    if config.data.tokenizer == workdir_lib.OWN_FILES and own is not None:
         return own
-    if config.data.source == "tokens" and config.data.tokenizer != workdir_lib.OWN:
+    if config.data.source == "tokens" and config.data.tokenizer != workdir_lib.OWN_FILES:
         return None
     return workdir_lib.text(workdir, config)
 

@@ -12,12 +12,14 @@ from jaxllm.errors import UserError
 from jaxllm.interop import text as texts
 from jaxllm.interop.text import Text
 
-OWN = "model"  # value of config.data.tokenizer for a tokenizer that came with the model and is stored in the workdir
+OWN_FILES = (
+    "model"  # value of config.data.tokenizer for a tokenizer that came with the model and is stored in the workdir
+)
 _FOLDER = "tokenizer"
 
 
 @contextlib.contextmanager
-def only_run_in(workdir: pathlib.Path) -> Iterator[None]:
+def exclusive_lock(workdir: pathlib.Path) -> Iterator[None]:
     """Locks a workdir for one run, because two runs would delete each other's checkpoints.
 
     Raises:
@@ -48,7 +50,7 @@ def text(workdir: pathlib.Path, config: Config) -> Text:
       UserError: the tokenizer is missing or not usable.
     """
     vocab_size = architectures.resolve(config.model).vocab_size
-    if config.data.tokenizer != OWN:
+    if config.data.tokenizer != OWN_FILES:
         return texts.load(config.data.tokenizer, vocab_size)
     folder = workdir / _FOLDER
     if not (folder / "tokenizer.json").is_file():

@@ -18,13 +18,13 @@ from jaxllm.config import Architecture, Config
 from jaxllm.errors import UserError
 
 # Range of head_dim and compute dtypes that the Pallas kernels support.
-LEAST_HEAD, LARGEST_HEAD = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 KERNEL_DTYPES = {"gpu": ("float32", "bfloat16", "float16"), "tpu": ("float32", "bfloat16")}
 # The GPU decode kernel needs matmul dimensions that are multiples of this, the tile of a tensor core.
 DECODE_HEAD_MULTIPLE = 16
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
-_CUDNN_LARGEST_HEAD, _CUDNN_HEAD_MULTIPLE = 128, 8
+_CUDNN_MAX_HEAD_DIM, _CUDNN_HEAD_MULTIPLE = 128, 8
 # Activation tags of remat policies that only some implementations produce.
 _SCORE_TAGS = ("attn_scores", "attn_probs")
 _KERNEL_TAGS = ("attn_lse",)
@@ -100,8 +100,8 @@ def _faults_there(implementation: str, model: Architecture, platform: str, dtype
         if platform not in KERNEL_DTYPES:
             yield f"a {platform} has no kernels"
             return
-        if not LEAST_HEAD <= H <= LARGEST_HEAD:
-            yield f"kernels are for a head_dim of {LEAST_HEAD} to {LARGEST_HEAD}, not {H}"
+        if not MIN_HEAD_DIM <= H <= MAX_HEAD_DIM:
+            yield f"kernels are for a head_dim of {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {H}"
         if dtype not in KERNEL_DTYPES[platform]:
             yield f"kernels for a {platform} take {' or '.join(KERNEL_DTYPES[platform])}, not {dtype}"
     if implementation == "cudnn":
@@ -109,10 +109,10 @@ def _faults_there(implementation: str, model: Architecture, platform: str, dtype
             yield f"a {platform} has no cuDNN"
         if dtype not in _CUDNN_DTYPES:
             yield f"cuDNN's attention takes {' or '.join(_CUDNN_DTYPES)}, not {dtype}"
-        if H % _CUDNN_HEAD_MULTIPLE or H > _CUDNN_LARGEST_HEAD:
+        if H % _CUDNN_HEAD_MULTIPLE or H > _CUDNN_MAX_HEAD_DIM:
             yield (
                 f"cuDNN's attention takes a head_dim that is a multiple of {_CUDNN_HEAD_MULTIPLE} up to "
-                f"{_CUDNN_LARGEST_HEAD}, not {H}"
+                f"{_CUDNN_MAX_HEAD_DIM}, not {H}"
             )
 
 

@@ -28,7 +28,7 @@ TAGS = (
     "lora",
 )
 # Outputs of matmuls with weights.
-PRODUCTS = ("attn_qkv", "attn_out", "mlp_up", "mlp_gate", "mlp_down", "lora")
+MATMUL_TAGS = ("attn_qkv", "attn_out", "mlp_up", "mlp_gate", "mlp_down", "lora")
 KINDS = ("none", "full", "sqrt", "dots", "names", "offload")
 
 
@@ -52,7 +52,7 @@ class RematPolicy:
         """
         if self.kind in ("none", "sqrt"):
             return TAGS
-        return {"full": (), "dots": PRODUCTS}.get(self.kind, self.tags)
+        return {"full": (), "dots": MATMUL_TAGS}.get(self.kind, self.tags)
 
 
 def parse(policy: str) -> RematPolicy:

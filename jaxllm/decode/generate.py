@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.config import Architecture
 from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode.cache import KVCache
-from jaxllm.decode.state import END, LENGTH, PAD, RUNNING, DecodeState, History, mark_seen
+from jaxllm.decode.state import END, LENGTH, PAD, RUNNING, DecodeState, TokenBuffer, mark_seen
 from jaxllm.model import transformer
 
 
@@ -157,7 +157,7 @@ def decode_without_cache(
 
     def step(state: DecodeState) -> tuple[Array, DecodeState]:
         history = state.cache
-        assert isinstance(history, History)
+        assert isinstance(history, TokenBuffer)
         positions = jnp.broadcast_to(jnp.arange(history.capacity), history.tokens.shape)
         hidden, _, _ = transformer.forward(params, history.tokens, positions, model)
         logits = transformer.logits(_hidden_at(hidden, history.lengths - 1), params, model)

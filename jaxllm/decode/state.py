@@ -22,7 +22,7 @@ RUNNING, END, LENGTH = range(3)
 REASONS = {END: "end", LENGTH: "length"}
 
 
-class History(flax.struct.PyTreeNode):
+class TokenBuffer(flax.struct.PyTreeNode):
     """Token buffer that replaces the KV cache in decoding without a cache.
 
     Attributes:
@@ -52,7 +52,7 @@ class DecodeState(flax.struct.PyTreeNode):
       sampling: Sampling parameters of each row.
     """
 
-    cache: KVCache | History
+    cache: KVCache | TokenBuffer
     next: Int[Array, " B"]
     seen: Bool[Array, "B V"]
     finished: Bool[Array, " B"]
@@ -65,7 +65,7 @@ class DecodeState(flax.struct.PyTreeNode):
 
 def start(
     model: Architecture,
-    cache: KVCache | History,
+    cache: KVCache | TokenBuffer,
     sampling: SamplingParams,
     limits: Sequence[int],
     end_ids: Sequence[Sequence[int]],
@@ -110,7 +110,7 @@ def start_without_cache(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-    state = start(model, History(jnp.array(tokens), lengths, capacity), sampling, limits, end_ids)
+    state = start(model, TokenBuffer(jnp.array(tokens), lengths, capacity), sampling, limits, end_ids)
     valid = jnp.arange(capacity)[None, :] < lengths[:, None]
     return state.replace(seen=mark_seen(state.seen, jnp.array(tokens), valid))
 

@@ -11,21 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_TURNED = ("q", "k", "v")
+_TRANSPOSED = ("q", "k", "v")
 
 
-def turn(params: Any) -> Any:
+def to_tpu_layout(params: Any) -> Any:
     """Transposes the Q, K and V projections to the TPU layout, in which the model width D is the last dimension."""
     return _moved(params, -3, -1)
 
 
-def straighten(params: Any) -> Any:
-    """Inverts `turn`: returns the declared layout, for use inside a jitted program, where the transpose is free."""
+def from_tpu_layout(params: Any) -> Any:
+    """Inverts `to_tpu_layout`. For use inside a jitted program, where the transpose is free."""
     return _moved(params, -1, -3)
 
 
 def _moved(params: Any, source: int, destination: int) -> Any:
     def move(path: Any, x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, source, destination) if path[-1].key in _TURNED else x
+        return jnp.moveaxis(x, source, destination) if path[-1].key in _TRANSPOSED else x
 
     return jax.tree_util.tree_map_with_path(move, params)

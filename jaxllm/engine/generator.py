@@ -25,7 +25,7 @@ from jaxllm.ledger.rows import Figure
 
 CHUNK = 128  # prompt tokens per row and prefill call
 STEPS = 8  # tokens per row and decode call; the host checks the text between calls
-_LEAST_CAPACITY = 128  # short requests of any length share one compilation
+_MIN_CAPACITY = 128  # short requests of any length share one compilation
 
 # Callback for (index of the prompt, new text).
 OnText = Callable[[int, str], None]
@@ -69,7 +69,7 @@ def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int
 
 def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
     """Returns the capacity in tokens per row: a power of two, to limit recompilation, at most the context length."""
-    needed = max(longest + max_new_tokens, _LEAST_CAPACITY)
+    needed = max(longest + max_new_tokens, _MIN_CAPACITY)
     return min(1 << (needed - 1).bit_length(), model.context_length)
 
 
@@ -148,9 +148,9 @@ class Generator:
                 "use the tokenizer that the model was trained with"
             )
         self._model = model
-        self._turned = jax.default_backend() == "tpu"
+        self._transposed = jax.default_backend() == "tpu"
         params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-        self._params = weights.turn(params) if self._turned else params
+        self._params = weights.to_tpu_layout(params) if self._transposed else params
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype
@@ -253,7 +253,7 @@ class Generator:
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
-            how: dict[str, Any] = {"turned": self._turned}
+            how: dict[str, Any] = {"transposed": self._transposed}
             if self._use_cache:
                 how["cache_dtype"] = self._cache_dtype
             program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **how)

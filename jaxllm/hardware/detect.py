@@ -23,13 +23,13 @@ from jaxllm.hardware.gpus import GPUS
 from jaxllm.hardware.spec import GIB, Device
 from jaxllm.hardware.tpus import TPUS
 
-__all__ = ["DEVICES", "Device", "attached", "named", "published", "this_machine"]
+__all__ = ["DEVICES", "Device", "attached", "by_name", "published", "this_machine"]
 
 # Value of `--device` -> (regular expression for JAX's `device_kind`, device).
 DEVICES: dict[str, tuple[str, Device]] = {**GPUS, **TPUS}
 
 
-def named(name: str) -> Device:
+def by_name(name: str) -> Device:
     """Returns the device that `--device` names: a key of DEVICES, or `auto` for the one this process runs on.
 
     Raises:
@@ -77,18 +77,18 @@ def attached(platform_name: str, kind: str, statistics: Mapping[str, Any]) -> De
     limit, pool = statistics.get("bytes_limit"), statistics.get("pool_bytes", 0)
     if limit is None:
         return known
-    crowded = 0 < pool < limit and _takes_its_pool_at_once()
+    crowded = 0 < pool < limit and _preallocates()
     usable = int(pool if crowded else limit)
     told = f"the pool that other processes left of {limit / GIB:.2f} GiB" if crowded else "its backend's limit"
     return dataclasses.replace(
         known,
         memory_bytes=usable,
-        held_back=max(0, (known.total_bytes or usable) - usable),
+        reserved_bytes=max(0, (known.total_bytes or usable) - usable),
         source=f"{known.source}. On this machine: {usable / GIB:.2f} GiB, {told}",
     )
 
 
-def _takes_its_pool_at_once() -> bool:
+def _preallocates() -> bool:
     """Returns True if JAX's GPU allocator preallocates its pool, which is the default."""
     allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     grows = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
@@ -108,7 +108,7 @@ def _host() -> Device:
         bandwidth=bandwidth,
         peak_flops={"float32": flops},
         source=f"measured now; memory: the {available / GIB:.1f} GiB available of {total / GIB:.1f} GiB",
-        held_back=total - available,
+        reserved_bytes=total - available,
     )
 
 

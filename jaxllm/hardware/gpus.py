@@ -103,7 +103,7 @@ def _gpu(
         source=told,
         platform="gpu",
         compile_target=GpuTarget(**figures, memory_bytes=memory.bytes, bandwidth=bandwidth * GB),
-        held_back=memory.bytes - usable,
+        reserved_bytes=memory.bytes - usable,
         interconnect=(links.nvlink or pcie) * GB,
         network=links.network * GB or None,
         host_link=(links.host or pcie) * GB,

@@ -27,7 +27,7 @@ def memory_fraction() -> float:
         return FRACTION
 
 
-def claim_memory() -> None:
+def set_memory_fraction() -> None:
     """Sets the environment so that JAX allocates FRACTION of a GPU's memory, unless it is set already.
 
     Must be called before JAX initializes its backends.
@@ -49,7 +49,7 @@ class Device:
       source: where the values come from.
       platform: as JAX names it: cpu | gpu | tpu.
       compile_target: what programs can be compiled for without the device; None if unknown.
-      held_back: bytes beyond `memory_bytes` that a program cannot use: reserved by the backend or by other processes.
+      reserved_bytes: bytes beyond `memory_bytes` that the backend or other processes reserve.
       interconnect: bytes/s to the devices of the same link domain; None if unknown.
       network: bytes/s to other link domains, through the device's network card or its fraction of one; None if unknown.
       host_link: bytes/s to the host's memory; None if unknown.
@@ -65,7 +65,7 @@ class Device:
     source: str
     platform: str = "cpu"
     compile_target: Target | None = None
-    held_back: int = 0
+    reserved_bytes: int = 0
     interconnect: float | None = None
     network: float | None = None
     host_link: float | None = None
@@ -75,7 +75,7 @@ class Device:
     @property
     def total_bytes(self) -> int | None:
         """Total memory of the device in bytes, usable or not; None if unknown."""
-        return None if self.memory_bytes is None else self.memory_bytes + self.held_back
+        return None if self.memory_bytes is None else self.memory_bytes + self.reserved_bytes
 
     def peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s of matmuls with inputs of a dtype, in JAX's default precision; None if unknown.

@@ -49,7 +49,7 @@ def _tpu(name: str, figures: _Figures, target: TpuTarget, source: str = "") -> D
         "compiler lets a program have",
         platform="tpu",
         compile_target=target,
-        held_back=int(figures.total * GIB) - memory,
+        reserved_bytes=int(figures.total * GIB) - memory,
         interconnect=figures.ici * GB,
         network=figures.network * GB or None,
         vector_memory=figures.vector * MIB,

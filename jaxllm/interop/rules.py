@@ -1,7 +1,7 @@
 """Declarative mapping between the tensors of a checkpoint and the arrays of the parameter tree.
 
-A checkpoint format is a list of `Rule`s. Loading (directly into each array's sharding), saving, and the check for
-missing and unexpected tensors are all derived from that list.
+A checkpoint format is a list of `TensorMapping`s. Loading (directly into each array's sharding), saving, and the
+check for missing and unexpected tensors are all derived from that list.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def _same(tensors: Tensors) -> Tensors:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class TensorMapping:
     """Mapping between some tensors of a checkpoint and the arrays that are built from exactly these tensors.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rule:
     expert: int | None = None
 
 
-def check(rules: Sequence[Rule], names: Collection[str], where: str, ignored: Collection[str] = ()) -> None:
+def check(rules: Sequence[TensorMapping], names: Collection[str], where: str, ignored: Collection[str] = ()) -> None:
     """Checks that the rules use every tensor of a checkpoint and that no required tensor is missing.
 
     Args:
@@ -60,19 +60,19 @@ def check(rules: Sequence[Rule], names: Collection[str], where: str, ignored: Co
     wanted = {name for rule in rules for name in rule.names}
     missing, extra = sorted(wanted - set(names)), sorted(set(names) - wanted - set(ignored))
     if missing or extra:
-        parts = [f"{len(found)} {kind}: {', '.join(found)}" for kind, found in _told(missing, extra) if found]
+        parts = [f"{len(found)} {kind}: {', '.join(found)}" for kind, found in _format_names(missing, extra) if found]
         raise UserError(
             f"{where} does not hold what its configuration says ({'; '.join(parts)}); use the files of one release"
         )
 
 
-def _told(missing: list[str], extra: list[str]) -> list[tuple[str, list[str]]]:
+def _format_names(missing: list[str], extra: list[str]) -> list[tuple[str, list[str]]]:
     near = {name: difflib.get_close_matches(name, extra, n=1, cutoff=0.9) for name in missing}
     named = [f"{name} (there is {found[0]})" if found else name for name, found in near.items()]
     return [("missing", named), ("unexpected", extra)]
 
 
-def check_shapes(model: Architecture, rules: Sequence[Rule], shape: Callable[[str], tuple[int, ...]]) -> None:
+def check_shapes(model: Architecture, rules: Sequence[TensorMapping], shape: Callable[[str], tuple[int, ...]]) -> None:
     """Checks every tensor's shape against the architecture, without reading any tensor.
 
     Args:
@@ -91,7 +91,7 @@ def check_shapes(model: Architecture, rules: Sequence[Rule], shape: Callable[[st
 
 def load(
     model: Architecture,
-    rules: Sequence[Rule],
+    rules: Sequence[TensorMapping],
     read: Callable[[str], np.ndarray],
     dtype: jax.typing.DTypeLike,
     shardings: Any = None,
@@ -151,7 +151,7 @@ def load(
 class _Pieces:
     """Builds the arrays of single layers from tensors, according to the rules."""
 
-    def __init__(self, rules: Sequence[Rule], read: Callable[[str], np.ndarray]):
+    def __init__(self, rules: Sequence[TensorMapping], read: Callable[[str], np.ndarray]):
         self._by_path = {
             (rule.layer, path, rule.expert): (rule, i) for rule in rules for i, path in enumerate(rule.paths)
         }
@@ -206,11 +206,11 @@ class _Pieces:
         return made
 
 
-def save(model: Architecture, rules: Sequence[Rule], params: Any) -> Iterator[tuple[str, np.ndarray]]:
+def save(model: Architecture, rules: Sequence[TensorMapping], params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, tensor) of every tensor of a checkpoint, one rule at a time."""
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
-    def array(rule: Rule, path: str) -> np.ndarray:
+    def array(rule: TensorMapping, path: str) -> np.ndarray:
         index: tuple[int, ...] = () if rule.expert is None else (rule.expert,)
         if rule.layer is None:
             return np.asarray(leaves[path])[index]
@@ -224,7 +224,7 @@ def save(model: Architecture, rules: Sequence[Rule], params: Any) -> Iterator[tu
         yield from zip(rule.names, rule.save([array(rule, path) for path in rule.paths]), strict=True)
 
 
-def saved_shapes(model: Architecture, rules: Sequence[Rule]) -> dict[str, tuple[int, ...]]:
+def saved_shapes(model: Architecture, rules: Sequence[TensorMapping]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors that `save` yields, in the same order."""
     nothing = map_specs(lambda spec: np.broadcast_to(np.zeros((), np.uint8), spec.shape), param_specs(model))
     return {name: tensor.shape for name, tensor in save(model, rules, nothing)}

@@ -36,7 +36,7 @@ class Job:
         self._client = client
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.index == 0
 
     @property
@@ -55,7 +55,7 @@ class Job:
         """
         if self.is_alone:
             return decision()
-        if self.leads:
+        if self.is_leader:
             self._client.key_value_set(_PREFIX + name, json.dumps(decision()))
         return json.loads(self._client.blocking_key_value_get(_PREFIX + name, _PATIENCE_MS))
 
@@ -65,7 +65,7 @@ class Job:
             return [value]
         self.put(f"{name}/{self.index}", json.dumps(value))
         self.barrier(f"{name}-gathered")
-        found = self.read(name) if self.leads else {}
+        found = self.read(name) if self.is_leader else {}
         return [json.loads(found[key]) for key in sorted(found, key=int)]
 
     def put(self, key: str, value: str) -> None:

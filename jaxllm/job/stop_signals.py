@@ -25,7 +25,7 @@ from jaxllm.job.distributed import Job
 _REQUEST, _PLEDGES, _END = "stop/request", "stop/pledges", "stop/end"
 
 
-class Stop:
+class StopSignals:
     """Context manager that turns SIGTERM and SIGINT into a stop between steps; a second signal acts immediately.
 
     Args:
@@ -69,7 +69,7 @@ class Stop:
             with self._changed:
                 self._pledged = self._begun + 1
             self._job.put(f"{_PLEDGES}/{self._job.index}", str(self._pledged))
-        if self._job.leads and "end" not in requests:
+        if self._job.is_leader and "end" not in requests:
             pledges = self._job.read(_PLEDGES)
             if len(pledges) == self._job.count:
                 self._job.put(_END, f"{max(map(int, pledges.values()))} {requests.get('request', self._received)}")
@@ -84,7 +84,7 @@ class Stop:
         """True while the processes agree on their last step; the watchdog thread then polls more often."""
         return self._pledged is not None and self._end is None
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopSignals":
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._receive)
         return self

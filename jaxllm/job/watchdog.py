@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from jaxllm.job.distributed import Job
 
-_SIGN_SECONDS = 2.0
-_LOOK_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 2.0
+_POLL_SECONDS = 0.5
 # A process without a heartbeat for this long is considered gone: in general, and after a failed collective.
 _GONE_SECONDS, _GONE_SECONDS_SUSPECT = 20.0, 6.0
 _GRACE_SECONDS = 5.0  # for a process to exit by itself
@@ -75,39 +75,39 @@ class Watchdog:
         try:
             if of_devices:
                 self._job.put("suspect/job", "yes")
-                time.sleep(_GONE_SECONDS_SUSPECT + _SIGN_SECONDS + 2 * _LOOK_SECONDS)
+                time.sleep(_GONE_SECONDS_SUSPECT + _HEARTBEAT_SECONDS + 2 * _POLL_SECONDS)
             self._closing.set()
             self._job.put(f"failed/{self._job.index}", line)
             self._wait_for_others()
         except Exception as trouble:  # without the service the others cannot be reached
-            if of_devices and not self._job.leads:
+            if of_devices and not self._job.is_leader:
                 self._end(self._is_gone("0"))
             print(f"(the other processes could not be told: {type(trouble).__name__})", file=sys.stderr)
 
     def _wait_for_others(self) -> None:
         """Makes process 0 exit last: the service ends with it, and the other processes would abort."""
         self._job.put(f"left/{self._job.index}", "yes")
-        end = time.monotonic() + _GRACE_SECONDS + 4 * _LOOK_SECONDS
-        while self._job.leads and time.monotonic() < end and len(self._job.read("left")) < self._job.count:
-            time.sleep(_LOOK_SECONDS / 5)
+        end = time.monotonic() + _GRACE_SECONDS + 4 * _POLL_SECONDS
+        while self._job.is_leader and time.monotonic() < end and len(self._job.read("left")) < self._job.count:
+            time.sleep(_POLL_SECONDS / 5)
 
     def _watch(self) -> None:
         reached = time.monotonic()
-        while not self._closing.wait(_LOOK_SECONDS / 10 if self.is_hurried() else _LOOK_SECONDS):
+        while not self._closing.wait(_POLL_SECONDS / 10 if self.is_hurried() else _POLL_SECONDS):
             try:
-                self._look()
+                self._poll()
                 reached = time.monotonic()
             except Exception as error:  # may be transient; reported below if it persists
                 if time.monotonic() - reached > _GONE_SECONDS_SUSPECT:
                     self._end(f"{self._is_gone('0')} ({type(error).__name__})")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         now = time.monotonic()
-        if now - self._signed >= _SIGN_SECONDS:
+        if now - self._signed >= _HEARTBEAT_SECONDS:
             self._job.put(f"signs/{self._job.index}", str(time.time_ns()))
             self._signed = now
-            if self._job.leads:
-                self._note_the_gone(now)
+            if self._job.is_leader:
+                self._record_dead(now)
         self.tick()
         for process, line in self._job.read("failed").items():
             if int(process) != self._job.index:
@@ -115,7 +115,7 @@ class Watchdog:
         for process in self._job.read("gone"):
             self._end(self._is_gone(process))
 
-    def _note_the_gone(self, now: float) -> None:
+    def _record_dead(self, now: float) -> None:
         limit = _GONE_SECONDS_SUSPECT if self._job.read("suspect") else _GONE_SECONDS
         signs = self._job.read("signs")
         for process in map(str, range(self._job.count)):
@@ -132,8 +132,8 @@ class Watchdog:
         self._print(reason)
         if leave:
             self._wait_for_others()
-        elif self._job.leads:
-            self._closing.wait(3 * _LOOK_SECONDS)  # the others read it in the service, which this process runs
+        elif self._job.is_leader:
+            self._closing.wait(3 * _POLL_SECONDS)  # the others read it in the service, which this process runs
         os._exit(1)
 
     def _print(self, reason: str) -> None:
@@ -149,7 +149,7 @@ class Watchdog:
         return f"process {process} of {self._job.count} is gone: it was killed, or its machine is down"
 
     def _aborted(self) -> None:
-        if self._job.leads:
+        if self._job.is_leader:
             last = max((seen for _, seen in self._signs.values()), default=0.0)
             late = [process for process, (_, seen) in self._signs.items() if last - seen > _GONE_SECONDS_SUSPECT]
             self._print(self._is_gone(late[0]) if late else "the job's coordination has failed")

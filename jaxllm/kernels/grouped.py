@@ -44,18 +44,18 @@ class Blocks:
     group: Int[Array, " blocks"]
     shape: tuple[int, int]
 
-    def lay_out(self, rows: Float[Array, "R D"]) -> Float[Array, "blocks length D"]:
+    def to_blocks(self, rows: Float[Array, "R D"]) -> Float[Array, "blocks length D"]:
         """Scatters the rows into their slots; unused slots are zero."""
         blocks, length = self.shape
         out = jnp.zeros((blocks * length, rows.shape[1]), rows.dtype)
         return out.at[self.slot].set(rows, unique_indices=True).reshape(blocks, length, -1)
 
-    def take_back(self, blocks: Float[Array, "blocks length D"]) -> Float[Array, "R D"]:
+    def from_blocks(self, blocks: Float[Array, "blocks length D"]) -> Float[Array, "R D"]:
         """Gathers the rows from their slots, in the original row order."""
         return blocks.reshape(-1, blocks.shape[-1]).at[self.slot].get(unique_indices=True)
 
 
-def lay_out(groups_of_rows: Int[Array, " R"], groups: int) -> Blocks:
+def to_blocks(groups_of_rows: Int[Array, " R"], groups: int) -> Blocks:
     """Computes the block layout of rows with the given groups."""
     rows = groups_of_rows.shape[0]
     length, count = block_length(rows, groups), block_count(rows, groups)
@@ -93,10 +93,10 @@ def _forward(x: Any, weights: Any, group: Any) -> tuple[Array, tuple[Array | Non
     return grouped_matmul(x.value, weights.value, group.value), (rows, weights.value, group.value)
 
 
-def _backward(saved: tuple[Array | None, Array, Array], change: Array) -> tuple[Array, Array | None, None]:
+def _backward(saved: tuple[Array | None, Array, Array], d_out: Array) -> tuple[Array, Array | None, None]:
     x, weights, group = saved
     if x is None:
-        _, x_change = jax.lax.scan(lambda _, block: (None, block[0] @ weights[block[1]].T), None, (change, group))
+        _, x_change = jax.lax.scan(lambda _, block: (None, block[0] @ weights[block[1]].T), None, (d_out, group))
         return x_change, None, None
 
     def one(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
@@ -104,7 +104,7 @@ def _backward(saved: tuple[Array | None, Array, Array], change: Array) -> tuple[
         part = jnp.einsum("ld,lf->df", rows, outputs, preferred_element_type=jnp.float32)
         return total.at[index].add(part), outputs @ weights[index].T
 
-    total, x_change = jax.lax.scan(one, jnp.zeros(weights.shape, jnp.float32), (x, change, group))
+    total, x_change = jax.lax.scan(one, jnp.zeros(weights.shape, jnp.float32), (x, d_out, group))
     return x_change, total.astype(weights.dtype), None
 
 

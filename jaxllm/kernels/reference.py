@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 # Large, but far from float32's limit, so the difference of two such values is finite.
-_MASKED = -1e30
+_MASK_VALUE = -1e30
 
 
 def attention_mask(
@@ -70,7 +70,7 @@ def attention(
     scores = jnp.einsum("bkqh,bksh->bkqs", grouped, k, preferred_element_type=jnp.float32) * scale
     if softcap:
         scores = softcap * jnp.tanh((checkpoint_name(scores, "attn_scores") if named else scores) / softcap)
-    bias = jnp.where(mask, 0.0, _MASKED)
+    bias = jnp.where(mask, 0.0, _MASK_VALUE)
     probs = _softmax(scores.reshape(B, K, G, T, S) + bias[:, None, None], named)
     probs = probs.reshape(B, K, G * T, S).astype(v.dtype)
     out = jnp.einsum("bkqs,bksh->bkqh", probs, v, preferred_element_type=jnp.float32)
@@ -89,8 +89,8 @@ def _softmax_jvp(named: bool, primals: tuple[Array], tangents: tuple[Array]) -> 
     probs = jax.nn.softmax(primals[0])
     if named:
         probs = checkpoint_name(probs, "attn_probs")
-    change = probs * tangents[0]
-    return probs, change - probs * change.sum(-1, keepdims=True)
+    d_out = probs * tangents[0]
+    return probs, d_out - probs * d_out.sum(-1, keepdims=True)
 
 
 def chunked_attention(

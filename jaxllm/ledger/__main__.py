@@ -58,7 +58,7 @@ def main() -> int:
     _check_outputs()
     asked = BillRequest(
         config=config,
-        device=detect.named(_DEVICE.value),
+        device=detect.by_name(_DEVICE.value),
         count=_COUNT.value,
         batch=_BATCH.value,
         context=_CONTEXT.value,

@@ -63,7 +63,7 @@ def sampling(
     Raises:
       UserError: The format is not supported.
     """
-    plain, dtype = compute_format(device.platform), policy_for("auto", device.platform).compute.name
+    plain, dtype = compute_format(device.platform), policy_for("auto", device.platform).compute_dtype.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))
     how = (model, batch, capacity, chunk, weights, cache, name, device.platform)
     ledger = inference_memory.inference(*how, use_cache=use_cache, vector_memory=device.vector_memory)

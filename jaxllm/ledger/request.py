@@ -91,7 +91,7 @@ def require_programs(request: BillRequest) -> None:
 
 def count_of(request: BillRequest) -> int:
     """Returns the number of training devices: as requested, or the size of config.mesh."""
-    return request.count or math.prod(mesh.sizes(request.config.mesh).values())
+    return request.count or math.prod(mesh.axis_sizes(request.config.mesh).values())
 
 
 def context_of(request: BillRequest) -> int:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.ledger.formula.exact.shard_sizes import told
+from jaxllm.ledger.formula.exact.shard_sizes import format_count
 
 # Phases in the order in which a step or a request runs. Rows of one phase are live together; PERSISTENT rows are live
 # in all phases. HOST rows are in host memory and do not count toward device memory.
@@ -61,13 +61,13 @@ class Row:
         assert self.phase in PHASES, self.phase
 
     def __getattr__(self, attribute: str) -> str:
-        """Formats `formula` on first access, for rows created by `row` or `numbers`."""
+        """Formats `formula` on first access, for rows created by `row` or `array_row`."""
         if attribute != "formula" or "_arithmetic" not in self.__dict__:
             raise AttributeError(attribute)
         arithmetic = self.__dict__["_arithmetic"]
         if not isinstance(arithmetic, str):
             count, size = arithmetic
-            arithmetic = f"{told(count)} × {size} B"
+            arithmetic = f"{format_count(count)} × {size} B"
         written = f"{arithmetic} = {format_bytes(self.bytes_per_device)}"
         self.__dict__["formula"] = written
         return written
@@ -84,7 +84,7 @@ def row(name: str, kind: str, phase: str, formula: str, bytes_per_device: int) -
     return made
 
 
-def numbers(name: str, kind: str, phase: str, count: int, size: int) -> Row:
+def array_row(name: str, kind: str, phase: str, count: int, size: int) -> Row:
     """Creates a row of `count` elements of `size` bytes each; a `Count` shows its division in the formula."""
     assert phase in PHASES, phase
     made = object.__new__(Row)

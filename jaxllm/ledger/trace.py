@@ -77,7 +77,7 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
 
     def local(params: Any, frozen: Any, batch: Any, factor: jax.Array) -> list[jax.Array]:
         variables, computing = gradients.variables_of(params, frozen, step_spec, layout)
-        partition = gradients.partition_of(layout)
+        partition = gradients.make_collectives(layout)
 
         def loss(variables: Any) -> jax.Array:
             return gradients.loss_sums(computing(variables), batch, step_spec, partition, factor)[0]
@@ -107,15 +107,15 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
     inner = call.params["jaxpr"]
     inner = getattr(inner, "jaxpr", inner)
     # Constants precede the arguments. The last arguments are the batch fields and the loss factor.
-    return _classify(inner, len(batch) + 1, model.width)
+    return _classify_residuals(inner, len(batch) + 1, model.width)
 
 
 def _mesh(config: Config) -> Any:
     types = (AxisType.Auto,) * len(mesh_lib.AXES)  # the axis types of a device mesh
-    return AbstractMesh(tuple(mesh_lib.sizes(config.mesh).values()), mesh_lib.AXES, axis_types=types)
+    return AbstractMesh(tuple(mesh_lib.axis_sizes(config.mesh).values()), mesh_lib.AXES, axis_types=types)
 
 
-def _classify(jaxpr: Any, of_batch: int, width: int) -> Residuals:
+def _classify_residuals(jaxpr: Any, of_batch: int, width: int) -> Residuals:
     """Classifies the outputs of a jaxpr whose last `of_batch` arguments are the batch and the others parameters."""
     arguments = set(jaxpr.invars)
     # Values computed from parameters alone (copies, all-gathered weights) are not activations.

@@ -17,7 +17,7 @@ from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class AttentionInputs:
     """Positions, segments and attention settings of one forward pass, shared by all layers.
 
     Attributes:
@@ -56,7 +56,7 @@ def attention(
     params: dict[str, Any],
     model: Architecture,
     kind: str,
-    span: Span,
+    inputs: AttentionInputs,
     cache: LayerCache | None = None,
     collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], LayerCache | None]:
@@ -77,17 +77,17 @@ def attention(
     q, k, v = (_project(x, params, name, model) for name in "qkv")
     if model.qk_norm:
         q, k = (_qk_norm(x, params[f"{name}_norm"], model, collectives) for name, x in (("q", q), ("k", k)))
-    if kind in span.angles:
-        q, k = rotate(q, span.angles[kind]), rotate(k, span.angles[kind])
+    if kind in inputs.angles:
+        q, k = rotate(q, inputs.angles[kind]), rotate(k, inputs.angles[kind])
     q, k, v = (checkpoint_name(y, "attn_qkv") for y in (q, k, v))
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
     window = model.window if kind == "sliding" else 0
     scale, softcap = model.attention_scale, model.attention_softcap
     if cache is not None:
-        y, cache = cache.attend(q, k, v, span.positions, span.valid, window=window, scale=scale, softcap=softcap)
+        y, cache = cache.attend(q, k, v, inputs.positions, inputs.valid, window=window, scale=scale, softcap=softcap)
     else:
-        y = _among_themselves(q, k, v, span, window, scale, softcap)
+        y = _among_themselves(q, k, v, inputs, window, scale, softcap)
     y = collectives.reduce_scatter_tokens(project(y, params, "out", fan_in=2))
     if model.out_bias:
         y = y + align(params["out_bias"], y)
@@ -98,18 +98,18 @@ def _among_themselves(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
-    span: Span,
+    inputs: AttentionInputs,
     window: int,
     scale: float,
     softcap: float,
 ) -> Float[Array, "B T N H"]:
     """Computes causal attention within segments by the chosen implementation; the output is tagged `attn_context`."""
-    chosen = span.attention
+    chosen = inputs.attention
     if chosen.implementation == "pallas":
         # Positions increase by one per token of a segment, so the kernel can mask by index in the row. It tags its
         # outputs itself, so that a remat policy saves exactly what its backward pass reads.
         return flash_attention(
-            *(q, k, v, span.segments, span.segments),
+            *(q, k, v, inputs.segments, inputs.segments),
             causal=True,
             window=window,
             scale=scale,
@@ -117,12 +117,14 @@ def _among_themselves(
             platform=chosen.platform,
             interpret=chosen.interpret,
         )
-    places = (span.positions, span.positions, span.segments, span.segments)
+    places = (inputs.positions, inputs.positions, inputs.segments, inputs.segments)
     if chosen.implementation == "cudnn":
         assert not softcap, "attention_choice refuses it"
-        y = cudnn_attention(q, k, v, span.segments, window=window, scale=scale)
-    elif span.chunk:
-        y = reference.chunked_attention(q, k, v, *places, window=window, scale=scale, softcap=softcap, chunk=span.chunk)
+        y = cudnn_attention(q, k, v, inputs.segments, window=window, scale=scale)
+    elif inputs.chunk:
+        y = reference.chunked_attention(
+            q, k, v, *places, window=window, scale=scale, softcap=softcap, chunk=inputs.chunk
+        )
     else:
         y = reference.attention(q, k, v, reference.attention_mask(*places, window), scale=scale, softcap=softcap)
     return checkpoint_name(y, "attn_context")

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxllm.config import Architecture
 from jaxllm.model import layers
-from jaxllm.model.attention import LayerCache, Span, attention
+from jaxllm.model.attention import AttentionInputs, LayerCache, attention
 from jaxllm.model.moe import moe
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
@@ -20,7 +20,7 @@ def block(
     params: Params,
     model: Architecture,
     kind: str,
-    span: Span,
+    attention_inputs: AttentionInputs,
     real: Bool[Array, "B T"],
     cache: LayerCache | None = None,
     collectives: Collectives = SINGLE_DEVICE,
@@ -51,7 +51,7 @@ def block(
     def output(y: Array, name: str) -> Array:
         return y if model.norm_placement == "pre" else layers.norm(y, params[name], model.norm, model.norm_eps)
 
-    y, cache = attention(inputs_of("attn_norm"), params["attn"], model, kind, span, cache, collectives)
+    y, cache = attention(inputs_of("attn_norm"), params["attn"], model, kind, attention_inputs, cache, collectives)
     x = checkpoint_name(x + output(y, "attn_post_norm"), "resid_mid")
     aux_loss = jnp.zeros((), jnp.float32)
     inputs = inputs_of("mlp_norm")

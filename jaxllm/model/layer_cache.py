@@ -70,7 +70,7 @@ class LayerCache:
           (attention output, the cache including the new tokens; its `lengths` are unchanged).
         """
         valid = jnp.ones(positions.shape, bool) if valid is None else valid
-        new = self._stored(k, v)
+        new = self._quantized(k, v)
         if q.shape[1] == 1:
             cache = self._write_one(new, positions, valid)
             y = decode_attention(
@@ -92,7 +92,7 @@ class LayerCache:
         mask = reference.attention_mask(positions, key_positions, None, None, window)
         return reference.attention(q, keys, values, mask, scale=scale, softcap=softcap), cache
 
-    def _stored(self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]) -> Arrays:
+    def _quantized(self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]) -> Arrays:
         """Converts new keys and values to the cache's format: cast to its dtype, or quantized to int8 with scales."""
         if "k_scale" not in self.arrays:
             return {"k": k.astype(self.arrays["k"].dtype), "v": v.astype(self.arrays["v"].dtype)}
@@ -125,9 +125,9 @@ class LayerCache:
             old, stacks = jax.lax.optimization_barrier((_layer(stacks, self.layer), stacks))
         cache = dataclasses.replace(self, arrays=_write(stacks, new, self.layer, slot))
         if not wraps:
-            keys, values = _numbers(_layer(cache.arrays, self.layer), dtype)
+            keys, values = _dequantized(_layer(cache.arrays, self.layer), dtype)
             return keys, values, decode_slots.slot_positions(after, S), cache
-        pairs = zip(_numbers(old, dtype), _numbers(new, dtype), strict=True)
+        pairs = zip(_dequantized(old, dtype), _dequantized(new, dtype), strict=True)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in pairs)
         held = decode_slots.slot_positions(self.lengths, S)
         return keys, values, jnp.concatenate([held, jnp.where(valid, positions, -1)], axis=1), cache
@@ -137,7 +137,9 @@ def _layer(stacks: Arrays, layer: Array | int) -> Arrays:
     return {name: stack[layer] for name, stack in stacks.items()}
 
 
-def _numbers(stored: Arrays, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s H"]]:
+def _dequantized(
+    stored: Arrays, dtype: jax.typing.DTypeLike
+) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s H"]]:
     """Returns cached keys and values in the compute dtype, dequantized if the cache is int8."""
     k, v = stored["k"], stored["v"]
     if "k_scale" in stored:

@@ -115,8 +115,8 @@ def rotate(x: Float[Array, "B T heads H"], angles: tuple[Array, Array]) -> Float
     cos, sin = angles
     turning = 2 * cos.shape[-1]
     left, right = jnp.split(x[..., :turning].astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
-    return jnp.concatenate([turned, x[..., turning:]], axis=-1) if turning < x.shape[-1] else turned
+    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., turning:]], axis=-1) if turning < x.shape[-1] else rotated
 
 
 def rope_angles(

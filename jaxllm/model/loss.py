@@ -61,10 +61,10 @@ def _statistics(
     first = head.collectives.first(rows)
     if rows * head.tensor > head.vocab_size:
         logits = jnp.where((first + jnp.arange(rows) < head.vocab_size)[None], logits, -jnp.inf)
-    highest = logits.max(1, keepdims=True)
+    max_logit = logits.max(1, keepdims=True)
     if head.tensor > 1:
-        highest = jax.lax.pmax(highest, "tensor")
-    exponentials = jnp.exp(logits - highest)
+        max_logit = jax.lax.pmax(max_logit, "tensor")
+    exponentials = jnp.exp(logits - max_logit)
     total = exponentials.sum(1, keepdims=True)
     local = targets - first
     local = jnp.where((local >= 0) & (local < rows), local, -1)
@@ -72,7 +72,7 @@ def _statistics(
     chosen = jnp.where(local >= 0, chosen, 0.0)
     if head.tensor > 1:
         total, chosen = jax.lax.psum((total, chosen), "tensor")
-    return logits, exponentials, total, jnp.log(total[:, 0]) + highest[:, 0] - chosen, local
+    return logits, exponentials, total, jnp.log(total[:, 0]) + max_logit[:, 0] - chosen, local
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -112,14 +112,14 @@ def _forward(
         total, table_grad = carry
         h, t, w = part
         logits, exponentials, sums, losses, local = _statistics(h, table, t, head)
-        change = exponentials / sums - jax.nn.one_hot(local, table.shape[0])
+        d_logits = exponentials / sums - jax.nn.one_hot(local, table.shape[0])
         if head.softcap:
-            change = change * (1.0 - jnp.square(jnp.where(jnp.isfinite(logits), logits, 0.0) / head.softcap))
+            d_logits = d_logits * (1.0 - jnp.square(jnp.where(jnp.isfinite(logits), logits, 0.0) / head.softcap))
         # Cast d_logits to the compute dtype, so that in 16-bit training both matmuls have 16-bit inputs.
-        change = (change * w[:, None]).astype(h.dtype)
-        h_grad = jnp.einsum("cv,vd->cd", change, table)
+        d_logits = (d_logits * w[:, None]).astype(h.dtype)
+        h_grad = jnp.einsum("cv,vd->cd", d_logits, table)
         if trained:
-            table_grad = table_grad + jnp.einsum("cv,cd->vd", change, h, preferred_element_type=jnp.float32)
+            table_grad = table_grad + jnp.einsum("cv,cd->vd", d_logits, h, preferred_element_type=jnp.float32)
         return (total + jnp.sum(w * losses), table_grad), h_grad
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32) if trained else None)

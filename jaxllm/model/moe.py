@@ -75,8 +75,8 @@ def moe(
     flat = x.reshape(B * T, D)
     weights, experts, probabilities = route(flat, params["router"], model)
     # One row per (token, expert) assignment, grouped by expert.
-    blocks = grouped.lay_out(experts.reshape(-1), model.experts)
-    rows = blocks.lay_out(jnp.repeat(flat, X, axis=0))
+    blocks = grouped.to_blocks(experts.reshape(-1), model.experts)
+    rows = blocks.to_blocks(jnp.repeat(flat, X, axis=0))
 
     def project(name: str, inputs: Array, parts: int = 1) -> Array:
         y = grouped.grouped_matmul(inputs, params[name], blocks.group)
@@ -88,7 +88,7 @@ def moe(
     hidden = activation(project("gate", rows), model.mlp) * up if model.gated else activation(up, model.mlp)
     # Outputs are summed over `tensor`, so each device adds only 1 / `tensor` of the bias.
     outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), parts=collectives.tensor)
-    back = blocks.take_back(outputs).reshape(B * T, X, D)
+    back = blocks.from_blocks(outputs).reshape(B * T, X, D)
     mixed = jnp.einsum("mxd,mx->md", back, weights.astype(back.dtype)).reshape(B, T, D)
     aux_loss = load_balancing_loss(probabilities, experts, real.reshape(-1), collectives)
     return checkpoint_name(collectives.reduce_scatter_tokens(mixed), "mlp_out"), aux_loss

@@ -9,13 +9,13 @@ from jaxllm.config import Architecture
 from jaxllm.config.attention import PLAIN, Attention
 from jaxllm.config.remat import RematPolicy
 from jaxllm.model import layers, stack
-from jaxllm.model.attention import LayerCache, Span
+from jaxllm.model.attention import AttentionInputs, LayerCache
 from jaxllm.model.block import block
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 Params = dict[str, Any]
 # Default policy: saves all tagged activations.
-NOTHING = RematPolicy("none")
+NO_ADAPTERS = RematPolicy("none")
 
 
 def embed(
@@ -101,7 +101,7 @@ def forward(
     *,
     segments: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
-    remat: RematPolicy = NOTHING,
+    remat: RematPolicy = NO_ADAPTERS,
     attention: Attention = PLAIN,
     attention_chunk: int = 0,
     collectives: Collectives = SINGLE_DEVICE,
@@ -132,7 +132,7 @@ def forward(
       layers times `router_aux_weight`).
     """
     angles = _angles(positions, segments, model, capacity if cache is not None else 0)
-    span = Span(positions, segments, valid, angles, attention, attention_chunk)
+    attention_inputs = AttentionInputs(positions, segments, valid, angles, attention, attention_chunk)
     real = jnp.ones(tokens.shape, bool)
     if segments is not None:
         real = segments > 0
@@ -140,7 +140,7 @@ def forward(
         real = valid
 
     def run(x: Array, layer: Params, kind: str, cached: LayerCache | None) -> tuple[Array, LayerCache | None, Array]:
-        return block(x, layer, model, kind, span, real, cached, collectives)
+        return block(x, layer, model, kind, attention_inputs, real, cached, collectives)
 
     x = embed(tokens, positions, collectives.weights(params["embed"], "embed"), model, collectives)
     aux_loss, new_cache = jnp.zeros((), jnp.float32), None

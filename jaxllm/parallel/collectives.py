@@ -21,7 +21,7 @@ from jaxllm.parallel.mesh import BATCH_AXES, Placement
 
 
 @struct.dataclass
-class Scattered:
+class ShardedWeight:
     """Weight that is unsharded in the computation but has a sharded gradient (ZeRO stage 2).
 
     Attributes:
@@ -89,7 +89,7 @@ class Collectives:
         stacked = bool(path) and path[0] == "layers"
 
         def whole(placement: Placement, x: Any) -> Array:
-            if isinstance(x, Scattered):
+            if isinstance(x, ShardedWeight):
                 return _scattered(x, placement, stacked)
             return gather(x, placement, stacked)
 
@@ -99,7 +99,7 @@ class Collectives:
 SINGLE_DEVICE = Collectives()
 
 
-def gather(x: Array, placement: Placement, cut: bool = False) -> Array:
+def gather(x: Array, placement: Placement, layer_slice: bool = False) -> Array:
     """All-gathers an array over `data` and removes its padding.
 
     Args:
@@ -107,27 +107,30 @@ def gather(x: Array, placement: Placement, cut: bool = False) -> Array:
     """
     if placement.zero_dim is None:
         return x
-    dim = placement.zero_dim - cut
+    dim = placement.zero_dim - layer_slice
     whole = jax.lax.all_gather(x, "data", axis=dim, tiled=True)
     return jax.lax.slice_in_dim(whole, 0, placement.gathered, axis=dim)
 
 
-def scatter(gradient: Array, placement: Placement, cut: bool = False) -> Array:
+def scatter(gradient: Array, placement: Placement, layer_slice: bool = False) -> Array:
     """Reduce-scatters a gradient over `data`, the transpose of `gather`; all-reduces it if `zero_dim` is None."""
     if placement.zero_dim is None:
         return jax.lax.psum(gradient, "data")
-    dim = placement.zero_dim - cut
+    dim = placement.zero_dim - layer_slice
     padding = [(0, 0)] * gradient.ndim
-    padding[dim] = (0, placement.shape[placement.zero_dim] - placement.gathered if len(_ways(placement)) == 1 else 0)
+    padding[dim] = (
+        0,
+        placement.shape[placement.zero_dim] - placement.gathered if len(_num_shards(placement)) == 1 else 0,
+    )
     return jax.lax.psum_scatter(jnp.pad(gradient, padding), "data", scatter_dimension=dim, tiled=True)
 
 
-def _ways(placement: Placement) -> tuple[str, ...]:
+def _num_shards(placement: Placement) -> tuple[str, ...]:
     assert placement.zero_dim is not None
     return placement.axes[placement.zero_dim]
 
 
-def _scattered(x: Scattered, placement: Placement, cut: bool) -> Array:
+def _scattered(x: ShardedWeight, placement: Placement, layer_slice: bool) -> Array:
     @jax.custom_vjp
     def pick(share: Array, whole: Array) -> Array:
         return whole
@@ -136,7 +139,7 @@ def _scattered(x: Scattered, placement: Placement, cut: bool) -> Array:
         return whole, None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
-        return scatter(gradient, placement, cut), None
+        return scatter(gradient, placement, layer_slice), None
 
     pick.defvjp(forward, backward)
     return pick(x.share, x.whole)

@@ -21,7 +21,7 @@ AXES = ("replica", "data", "tensor")
 BATCH_AXES = ("replica", "data")
 
 # Compute sharding: logical axis -> mesh axis. Axes not listed are unsharded during the computation.
-COMPUTE: dict[str, str] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+TENSOR_RULES: dict[str, str] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 # Storage sharding: the one logical axis that ZeRO never shards, because the loop over layers slices one at a time.
 UNSHARDED_AXES = "layers"
 
@@ -40,7 +40,7 @@ def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
     Raises:
       UserError: The configuration requires more devices than available, or fewer in a multi-process job.
     """
-    shape = sizes(config)
+    shape = axis_sizes(config)
     wanted = math.prod(shape.values())
     devices = np.array(jax.devices() if devices is None else devices).ravel()
     if wanted > devices.size or (wanted < devices.size and jax.process_count() > 1):
@@ -58,7 +58,7 @@ def require_count(config: MeshConfig, count: int) -> None:
     Raises:
       UserError: The mesh has a different number of devices.
     """
-    shape = sizes(config)
+    shape = axis_sizes(config)
     wanted = math.prod(shape.values())
     if wanted != count:
         told = " × ".join(f"{axis} {size}" for axis, size in shape.items())
@@ -68,7 +68,7 @@ def require_count(config: MeshConfig, count: int) -> None:
         )
 
 
-def sizes(config: MeshConfig) -> dict[str, int]:
+def axis_sizes(config: MeshConfig) -> dict[str, int]:
     """Returns the number of devices along each mesh axis."""
     return {axis: getattr(config, axis) for axis in AXES}
 
@@ -122,7 +122,7 @@ def placements(specs: Any, config: MeshConfig, kind: Kind, mixed: bool) -> Any:
     Raises:
       UserError: A dimension cannot be sharded as required; the message names the tensor, the axis and the sizes.
     """
-    mesh, zero = sizes(config), sharded(kind, config.zero, mixed)
+    mesh, zero = axis_sizes(config), sharded(kind, config.zero, mixed)
 
     def one(path: Any, spec: Any) -> Placement:
         placed = placement(path_name(path), spec.shape, spec.axes, mesh, zero)
@@ -158,43 +158,44 @@ def placement(name: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: di
     Raises:
       UserError: A dimension does not divide over `tensor`, or none can be sharded or padded over `data`.
     """
-    targets = [COMPUTE.get(axis) for axis in axes]
+    targets = [TENSOR_RULES.get(axis) for axis in axes]
     split = [(target,) if target and mesh[target] > 1 else () for target in targets]
     assert sum(map(len, split)) == len({axis for axes in split for axis in axes}), f"{axes}: two use one mesh axis"
     stored = list(shape)
     for i, axis in enumerate(axes):
-        if stored[i] % _ways(split[i], mesh):
+        if stored[i] % _num_shards(split[i], mesh):
             if axis != "vocab":
                 raise UserError(
-                    f"{name}{list(shape)}: {axis} ({shape[i]}) does not divide over {_told(split[i], mesh)}"
+                    f"{name}{list(shape)}: {axis} ({shape[i]}) does not divide over {_format_axes(split[i], mesh)}"
                 )
-            stored[i] = _next_multiple(stored[i], _ways(split[i], mesh))
+            stored[i] = _next_multiple(stored[i], _num_shards(split[i], mesh))
     if not zero or mesh["data"] == 1:
         return Placement(tuple(stored), tuple(split), None)
 
     growth = {}
     for i, axis in enumerate(axes):
         if axis != UNSHARDED_AXES:
-            padded = _next_multiple(stored[i], _ways((*split[i], "data"), mesh))
+            padded = _next_multiple(stored[i], _num_shards((*split[i], "data"), mesh))
             # A dimension also sharded over `tensor` would need padding in every shard. The vocabulary is the
             # exception: entries past its end are never read.
             if padded == stored[i] or not split[i] or axis == "vocab":
                 growth[i] = padded / stored[i]
     if not growth:
         raise UserError(
-            f"{name}{list(shape)} with axes {', '.join(axes)} cannot be split over {_told(('tensor', 'data'), mesh)}: "
-            "no dimension divides; change config.mesh.data or config.mesh.tensor"
+            f"{name}{list(shape)} with axes {', '.join(axes)} cannot be split over "
+            f"{_format_axes(('tensor', 'data'), mesh)}: no dimension divides; "
+            "change config.mesh.data or config.mesh.tensor"
         )
     zero_dim = min(growth, key=lambda i: growth[i])
-    gathered = stored[zero_dim] // _ways(split[zero_dim], mesh)
+    gathered = stored[zero_dim] // _num_shards(split[zero_dim], mesh)
     split[zero_dim] = (*split[zero_dim], "data")
     if axes[zero_dim] == "vocab" and len(split[zero_dim]) > 1:
         gathered = _next_multiple(gathered, mesh["data"])
-    stored[zero_dim] = _next_multiple(stored[zero_dim], _ways(split[zero_dim], mesh))
+    stored[zero_dim] = _next_multiple(stored[zero_dim], _num_shards(split[zero_dim], mesh))
     return Placement(tuple(stored), tuple(split), zero_dim, gathered)
 
 
-def _told(axes: tuple[str, ...], mesh: dict[str, int]) -> str:
+def _format_axes(axes: tuple[str, ...], mesh: dict[str, int]) -> str:
     return " × ".join(f"mesh axis {axis} ({mesh[axis]})" for axis in axes)
 
 
@@ -202,7 +203,7 @@ def _next_multiple(size: int, of: int) -> int:
     return size + -size % of
 
 
-def _ways(axes: tuple[str, ...], mesh: dict[str, int]) -> int:
+def _num_shards(axes: tuple[str, ...], mesh: dict[str, int]) -> int:
     return math.prod(mesh[axis] for axis in axes)
 
 
@@ -216,7 +217,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place(mesh: Mesh, placement: Placement, memory: str | None = None) -> NamedSharding:
+def named_sharding(mesh: Mesh, placement: Placement, memory: str | None = None) -> NamedSharding:
     """Returns the `NamedSharding` of a placement.
 
     Args:

@@ -78,7 +78,7 @@ def main() -> int:
     is_file = bool(commandline.FLAGS["config"].present)
     if is_file == bool(_MODEL.value):
         raise UserError("give one of --model NAME and --config FILE.py; for instance --model llama3-8b")
-    device = detect.named(_DEVICE.value)
+    device = detect.by_name(_DEVICE.value)
     if device.memory_bytes is None:
         raise UserError(f"--device {_DEVICE.value}: the memory of {device.name} is not known; name another device")
     config = _run_of_file() if is_file else _run_of_model(_MODEL.value or "")
@@ -153,7 +153,7 @@ def _count(file: Config | None) -> int:
     if _COUNT.value:
         return _COUNT.value
     if file is not None:
-        return math.prod(mesh.sizes(file.mesh).values())
+        return math.prod(mesh.axis_sizes(file.mesh).values())
     return jax.device_count() if _DEVICE.value == "auto" else 1
 
 

@@ -24,11 +24,13 @@ def both(request: PlanRequest, output: Output) -> dict[str, Any]:
     assert serving is not None
     infer_ledger = inference.ledger_of(request.name, request.model, request.device, serving)
     render.show_bills(train_ledger, infer_ledger, request.device, output.console)
-    output.say(f"training, {'as it is fastest' if trained.fitting else 'does not fit; the closest'}: {closest.told}")
+    output.say(f"training, {'as it is fastest' if trained.fitting else 'does not fit; the closest'}: {closest.summary}")
     if not trained.fitting:
         for remedy in remedies.remedies(trained, request.margin, bool(request.file))[:2]:
             output.say(f"  would fit with {remedy}")
-    output.say(f"inference, {'as it is fastest' if sampled.fitting else 'does not fit; the closest'}: {serving.told}")
+    output.say(
+        f"inference, {'as it is fastest' if sampled.fitting else 'does not fit; the closest'}: {serving.summary}"
+    )
     if not sampled.fitting:
         for remedy in inference.remedies(sampled, request.margin)[:2]:
             output.say(f"  would fit with {remedy}")

@@ -129,8 +129,8 @@ def _peak(inspections: Mapping[str, Inspection]) -> int | str:
     peaks: list[int] = []
     for inspection in inspections.values():
         peak = inspection.figures["peak"]
-        if inspection.refused:
-            return f"refused by the compiler ({inspection.refused})"
+        if inspection.oom_message:
+            return f"refused by the compiler ({inspection.oom_message})"
         if isinstance(peak, Unknown):
             return f"unknown to the compiler ({peak.why})"
         peaks.append(peak)

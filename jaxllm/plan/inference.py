@@ -17,8 +17,8 @@ from jaxllm.ledger.rows import Ledger, Unknown
 from jaxllm.plan.remedies import Remedy
 from jaxllm.step.precision import policy_for
 
-MOST_SEQUENCES = 4096
-SHORTEST_CONTEXT = 64
+MAX_SEQUENCES = 4096
+MIN_CONTEXT = 64
 # Narrower formats that a plan tries. The KV cache uses the first at most: int4 is for weights only.
 INTEGERS = ("int8", "int4")
 
@@ -39,7 +39,7 @@ class Serving:
     context: int
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Describes the setup in one line."""
         return f"weights {self.weights}, KV cache {self.cache}, {self.batch} × {self.context:,} tokens"
 
@@ -78,7 +78,7 @@ class Verdict:
 
 def _width(name: str) -> int:
     """Returns the negated bits of a format: wider formats sort first, as narrower ones change the model slightly."""
-    return -formats_lib.named(name).bits
+    return -formats_lib.by_name(name).bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ def search(
 
 def verdict(model: Architecture, device: Device, choice: Serving, peak_bytes: int) -> Verdict:
     """Returns the verdict of a setup whose peak is already computed."""
-    dtype = policy_for("auto", device.platform).compute.name
+    dtype = policy_for("auto", device.platform).compute_dtype.name
     how = (choice.weights, choice.cache, device, dtype)
     token = roofline.decode_token(model, choice.batch, choice.context, *how)
     prompt = roofline.prefill(model, choice.batch, choice.context, *how)
@@ -188,7 +188,7 @@ def verdict(model: Architecture, device: Device, choice: Serving, peak_bytes: in
     return Verdict(choice, peak_bytes, seconds, bound, first, "")
 
 
-def batches_up_to(most: int = MOST_SEQUENCES) -> tuple[int, ...]:
+def batches_up_to(most: int = MAX_SEQUENCES) -> tuple[int, ...]:
     """Returns the powers of two up to `most`."""
     return tuple(2**power for power in range(most.bit_length()))
 
@@ -216,7 +216,7 @@ def remedies(found: Search, margin: float) -> list[Remedy]:
 
     first("fewer sequences at a time", "batch", range(choice.batch - 1, 0, -1), "batch")
     halves = [choice.context >> times for times in range(1, choice.context.bit_length())]
-    first("a shorter context", "context", [half for half in halves if half >= SHORTEST_CONTEXT], "context")
+    first("a shorter context", "context", [half for half in halves if half >= MIN_CONTEXT], "context")
     first("smaller weights", "weights", [f for f in formats(found.device) if f != choice.weights], "weights")
     first("a smaller KV cache", "cache", [f for f in formats(found.device, of="cache") if f != choice.cache], "cache")
     larger = [(other.memory_bytes or 0, name, other) for name, (_, other) in DEVICES.items()]

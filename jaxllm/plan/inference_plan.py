@@ -75,5 +75,5 @@ def _remedies(found: inference.Search, request: PlanRequest, output: Output) -> 
     choice = found.closest[0]
     ledger = inference.ledger_of(request.name, request.model, request.device, choice)
     helping = inference.remedies(found, request.margin)
-    render.show_nothing_fits(choice.told, ledger, request.budget, helping, output.console)
+    render.show_nothing_fits(choice.summary, ledger, request.budget, helping, output.console)
     return told.nothing_json(dataclasses.asdict(choice), ledger, request.budget, helping)

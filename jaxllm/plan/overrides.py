@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.config import Config, overrides
-from jaxllm.plan.space import Choice, Space
+from jaxllm.plan.space import Choice, SearchSpace
 
 # Fields that define a run of a published model, besides those that a choice sets.
 _RUN = ("model.name", "data.sequence_length", "train.batch_size", "optimizer.name")
 
 
-def fields(space: Space, choice: Choice, typed: Mapping[str, Any] | None) -> dict[str, Any]:
+def fields(space: SearchSpace, choice: Choice, typed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the overrides, dotted path -> value, that turn a run into the planned one.
 
     Args:
@@ -29,7 +29,7 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
     return [f"--config.{path}={value}" for path, value in values.items()]
 
 
-def file_of(space: Space, choice: Choice, told: str) -> str:
+def file_of(space: SearchSpace, choice: Choice, told: str) -> str:
     """Returns the text of a config file for `--config`, with every field that differs from its default.
 
     Args:

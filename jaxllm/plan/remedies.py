@@ -8,11 +8,11 @@ from jaxllm.config import Config, validate
 from jaxllm.errors import UserError
 from jaxllm.hardware.detect import DEVICES, Device
 from jaxllm.ledger.rows import format_bytes
-from jaxllm.plan.space import FRUGAL_REMATS, Space
+from jaxllm.plan.space import FRUGAL_REMATS, SearchSpace
 from jaxllm.plan.training import Search, smallest_peak
 
-MOST_DEVICES = 65_536
-SHORTEST = 128  # tokens per sequence
+MAX_DEVICES = 65_536
+MIN_LENGTH = 128  # tokens per sequence
 _SMALLER_STATE = ("lion", "adafactor", "momentum", "sgd")
 
 
@@ -56,7 +56,7 @@ def remedies(found: Search, margin: float, is_file: bool) -> list[Remedy]:
     return [first for first in (next(kind, None) for kind in kinds) if first is not None]
 
 
-def _needs(space: Space, budget: int) -> int | None:
+def _needs(space: SearchSpace, budget: int) -> int | None:
     """Returns the smallest peak of a space in bytes; None if it exceeds the budget or the run is invalid."""
     try:
         validate.check(space.base, space.model)
@@ -67,21 +67,21 @@ def _needs(space: Space, budget: int) -> int | None:
     return peak if peak is not None and peak <= budget else None
 
 
-def _more_devices(space: Space, budget: int) -> Iterator[Remedy]:
+def _more_devices(space: SearchSpace, budget: int) -> Iterator[Remedy]:
     for count in _counts(space):
         peak = _needs(dataclasses.replace(space, count=count), budget)
         if peak is not None:
             yield Remedy("more devices", f"--count={count}", peak)
 
 
-def _counts(space: Space) -> list[int]:
+def _counts(space: SearchSpace) -> list[int]:
     """Returns the device counts above the current one over which the batch can be divided, ascending."""
     batch, tensors = space.base.train.batch_size, space.tensors
-    rows = [rows for rows in range(1, min(batch, MOST_DEVICES) + 1) if batch % rows == 0]
-    return sorted({a * b for a in rows for b in tensors if space.count < a * b <= MOST_DEVICES})
+    rows = [rows for rows in range(1, min(batch, MAX_DEVICES) + 1) if batch % rows == 0]
+    return sorted({a * b for a in rows for b in tensors if space.count < a * b <= MAX_DEVICES})
 
 
-def _larger_device(space: Space, device: Device, margin: float) -> Iterator[Remedy]:
+def _larger_device(space: SearchSpace, device: Device, margin: float) -> Iterator[Remedy]:
     larger = [(other.memory_bytes or 0, name, other) for name, (_, other) in DEVICES.items()]
     for memory, name, other in sorted(larger, key=lambda entry: entry[:2]):
         if memory > (device.memory_bytes or 0):
@@ -90,10 +90,10 @@ def _larger_device(space: Space, device: Device, margin: float) -> Iterator[Reme
                 yield Remedy(f"a larger device, {other.name}", f"--device={name}", peak)
 
 
-def _shorter(space: Space, budget: int, is_file: bool) -> Iterator[Remedy]:
+def _shorter(space: SearchSpace, budget: int, is_file: bool) -> Iterator[Remedy]:
     """Yields runs with 1/2, 1/4, … of the sequence length and the same tokens per step."""
     base, length, factor = space.base, space.length, 2
-    while length % factor == 0 and length // factor >= SHORTEST:
+    while length % factor == 0 and length // factor >= MIN_LENGTH:
         shorter = copy.deepcopy(base)
         shorter.data.sequence_length, shorter.train.batch_size = length // factor, base.train.batch_size * factor
         peak = _needs(_with(space, shorter), budget)
@@ -106,21 +106,21 @@ def _shorter(space: Space, budget: int, is_file: bool) -> Iterator[Remedy]:
         factor *= 2
 
 
-def _moments(space: Space, budget: int) -> Iterator[Remedy]:
+def _moments(space: SearchSpace, budget: int) -> Iterator[Remedy]:
     if "bfloat16" not in space.moments:
         peak = _needs(dataclasses.replace(space, moments=("bfloat16",)), budget)
         if peak is not None:
             yield Remedy("moments in bfloat16", "--moment_dtype=bfloat16", peak)
 
 
-def _pure(space: Space, budget: int) -> Iterator[Remedy]:
+def _pure(space: SearchSpace, budget: int) -> Iterator[Remedy]:
     if space.platform != "cpu" and "bf16_pure" not in space.precisions:
         peak = _needs(dataclasses.replace(space, precisions=("bf16_pure",)), budget)
         if peak is not None:
             yield Remedy("weights in bfloat16, without float32 masters", "--precision=bf16_pure", peak)
 
 
-def _optimizers(space: Space, budget: int, is_file: bool) -> Iterator[Remedy]:
+def _optimizers(space: SearchSpace, budget: int, is_file: bool) -> Iterator[Remedy]:
     for name in _SMALLER_STATE:
         if name != space.base.optimizer.name:
             other = copy.deepcopy(space.base)
@@ -131,5 +131,5 @@ def _optimizers(space: Space, budget: int, is_file: bool) -> Iterator[Remedy]:
                 yield Remedy("an optimizer with less state", flags, peak)
 
 
-def _with(space: Space, base: Config) -> Space:
+def _with(space: SearchSpace, base: Config) -> SearchSpace:
     return dataclasses.replace(space, base=base)

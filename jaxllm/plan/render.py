@@ -75,7 +75,7 @@ def show_training(
         for why in dict.fromkeys(verdict.unknown for verdict in shown if verdict.unknown):
             _say(console, f"* without a rate that is not there: {why}")
     for verdict, why in confirmation.dropped:
-        _say(console, f"dropped: {verdict.choice.told}: {why}")
+        _say(console, f"dropped: {verdict.choice.summary}: {why}")
 
 
 def _rate(tokens: float) -> str:
@@ -130,7 +130,7 @@ def show_inference(
         for why in dict.fromkeys(verdict.unknown for verdict in best if verdict.unknown):
             _say(console, f"unknown: {why}")
     for verdict, why in confirmation.dropped:
-        _say(console, f"dropped: {verdict.choice.told}: {why}")
+        _say(console, f"dropped: {verdict.choice.summary}: {why}")
 
 
 def show_counts(found: training.Search | inference.Search, margin: float, console: Console) -> None:

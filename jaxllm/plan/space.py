@@ -16,7 +16,7 @@ from jaxllm.errors import UserError
 from jaxllm.step.precision import policy_for
 
 # Tensor parallelism exchanges activations in every layer, so it stays within a host of 8 devices.
-LARGEST_TENSOR = 8
+MAX_TENSOR = 8
 # Tags of a block's saved activations, from the most to the least expensive to recompute.
 _ATTENTION = "attn_context"
 _PROJECTIONS = "attn_qkv,attn_context,resid_mid"
@@ -38,7 +38,7 @@ OFFLOADED_REMATS = (f"offload:{_PROJECTIONS},{_MLP}", f"offload:{_PROJECTIONS}",
 OFFLOADS = ("none", "moments", "all")
 # (tokens per chunk of logits, queries per chunk of scores): the configuration's default, then smaller ones.
 CHUNKS = ((4096, 512), (1024, 128))
-LEAST_CHUNK = 32  # queries; smaller chunks leave a device idle
+MIN_CHUNK = 32  # queries; smaller chunks leave a device idle
 SECTIONS = ("precision", "mesh", "remat", "train", "optimizer")  # configuration sections that a choice changes
 
 
@@ -66,7 +66,7 @@ class Choice:
         return (offloaded, self.zero, self.tensor, smaller, self.replica, CHUNKS[0][0] != self.loss_chunk)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Describes the choice in one line."""
         mesh = f"replica {self.replica} × data {self.data} × tensor {self.tensor}, ZeRO {self.zero}"
         chunks = f"chunks {self.attention_chunk or 'all'}/{self.loss_chunk}"
@@ -92,7 +92,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Training runs among which the planner chooses.
 
     Attributes:
@@ -125,7 +125,7 @@ class Space:
         """Sizes of the `tensor` axis that divide every dimension sharded over it."""
         model = self.model
         along = (model.heads, model.kv_heads, model.mlp_width, self.length)
-        return [size for size in range(1, LARGEST_TENSOR + 1) if not any(whole % size for whole in along)]
+        return [size for size in range(1, MAX_TENSOR + 1) if not any(whole % size for whole in along)]
 
     def meshes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields (replica, data, tensor, zero).
@@ -147,7 +147,7 @@ class Space:
         plain = self.configured(
             Choice(1, 1, 1, 0, 1, "full", 0, CHUNKS[0][0], "none", *self.moments[:1], *self.precisions[:1])
         )
-        dtype = policy_for(self.precisions[0], self.platform).compute.name
+        dtype = policy_for(self.precisions[0], self.platform).compute_dtype.name
         try:
             return attention_choice.resolve(plain, self.model, self.platform, dtype).implementation == "xla"
         except UserError:  # the implementation is not supported: no choice is possible
@@ -189,7 +189,7 @@ class Space:
         """Returns the largest divisor of the sequence length up to `size`; 0 if chunking is not worthwhile."""
         if size not in self._chunks:
             fitting = [divisor for divisor in _divisors(self.length) if divisor <= size]
-            worth = self.length > size and fitting[-1] >= LEAST_CHUNK
+            worth = self.length > size and fitting[-1] >= MIN_CHUNK
             self._chunks[size] = fitting[-1] if worth else 0
         return self._chunks[size]
 

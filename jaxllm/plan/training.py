@@ -12,7 +12,7 @@ from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.exact.state import state_rows
 from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown
-from jaxllm.plan.space import Choice, Space
+from jaxllm.plan.space import Choice, SearchSpace
 
 # Significant digits of a step time when ranking: the closed forms are no more precise.
 _DIGITS = 4
@@ -59,7 +59,7 @@ class Search:
       seconds: duration of the search.
     """
 
-    space: Space
+    space: SearchSpace
     device: Device
     budget: int
     judged: int
@@ -68,7 +68,7 @@ class Search:
     seconds: float
 
 
-def training_run_of(space: Space, choice: Choice) -> TrainingRun:
+def training_run_of(space: SearchSpace, choice: Choice) -> TrainingRun:
     """Returns the training run of a choice, as the memory and compute formulas take it.
 
     Raises:
@@ -77,12 +77,12 @@ def training_run_of(space: Space, choice: Choice) -> TrainingRun:
     return run_lib.make(space.model, space.configured(choice), choice.precision, space.platform)
 
 
-def ledger_of(space: Space, choice: Choice) -> Ledger:
+def ledger_of(space: SearchSpace, choice: Choice) -> Ledger:
     """Returns the bill of a choice: memory only, without capacity and compute."""
     return training_memory.training(space.model, space.configured(choice), choice.precision, space.platform)
 
 
-def verdict(space: Space, device: Device, choice: Choice, peak_bytes: int) -> Verdict:
+def verdict(space: SearchSpace, device: Device, choice: Choice, peak_bytes: int) -> Verdict:
     """Returns the verdict of a choice whose peak is already computed."""
     least = roofline.train_step(training_run_of(space, choice), device)
     seconds, bound = least.seconds, least.bound
@@ -92,7 +92,7 @@ def verdict(space: Space, device: Device, choice: Choice, peak_bytes: int) -> Ve
     return Verdict(choice, peak_bytes, seconds, sum(known.values()), bound, least.unknown)
 
 
-def search(space: Space, device: Device, budget: int) -> Search:
+def search(space: SearchSpace, device: Device, budget: int) -> Search:
     """Evaluates every choice that could be the best overall.
 
     Skips the rest of a family once one of its choices fits: earlier choices are simpler and at least as fast.
@@ -106,7 +106,7 @@ def search(space: Space, device: Device, budget: int) -> Search:
     return Search(space, device, budget, judge.judged, fitting, closest, time.perf_counter() - begun)
 
 
-def smallest_peak(space: Space) -> int | None:
+def smallest_peak(space: SearchSpace) -> int | None:
     """Returns the smallest peak of all choices in a space, in bytes; None if no choice is possible."""
     judge = _Judge(space, None, -1)
     for family in space.families():
@@ -117,7 +117,7 @@ def smallest_peak(space: Space) -> int | None:
 class _Judge:
     """Evaluates families of choices; counts them and collects those that fit and the closest one."""
 
-    def __init__(self, space: Space, device: Device | None, budget: int):
+    def __init__(self, space: SearchSpace, device: Device | None, budget: int):
         self._space, self._device, self._budget = space, device, budget
         self._states: dict[tuple[int | str, ...], int] = {}
         self.judged = 0

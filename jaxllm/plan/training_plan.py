@@ -8,7 +8,7 @@ from jaxllm.ledger import bill
 from jaxllm.plan import confirm, overrides, remedies, render, told, training
 from jaxllm.plan.confirm import Confirmation
 from jaxllm.plan.request import Output, PlanRequest, compiler
-from jaxllm.plan.space import Space
+from jaxllm.plan.space import SearchSpace
 
 
 def train(request: PlanRequest, output: Output) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def search(request: PlanRequest) -> training.Search:
     Raises:
       UserError: the sequences per step do not divide over the devices on any mesh.
     """
-    space = Space(
+    space = SearchSpace(
         base=request.config,
         model=request.model,
         count=request.count,
@@ -76,7 +76,7 @@ def _remedies(found: training.Search, request: PlanRequest, output: Output) -> d
     choice = found.closest[0]
     ledger = training.ledger_of(found.space, choice)
     helping = remedies.remedies(found, request.margin, bool(request.file))
-    render.show_nothing_fits(choice.told, ledger, request.budget, helping, output.console)
+    render.show_nothing_fits(choice.summary, ledger, request.budget, helping, output.console)
     return told.nothing_json(choice.fields, ledger, request.budget, helping)
 
 

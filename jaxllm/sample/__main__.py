@@ -88,7 +88,7 @@ def main() -> None:
     opened = open_any.open_any(spec)
     if _ADAPTER.value:
         opened = peft.onto(opened, pathlib.Path(_ADAPTER.value).expanduser())
-    dtype = policy_for("auto", jax.default_backend()).compute
+    dtype = policy_for("auto", jax.default_backend()).compute_dtype
     if _CHAT.value:
         chat.run(
             opened,

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from jaxllm.model import adapters
 from jaxllm.model.loss import Head, cross_entropy
 from jaxllm.model.transformer import forward, unembedding
-from jaxllm.parallel.collectives import Collectives, Scattered, gather, scatter
+from jaxllm.parallel.collectives import Collectives, ShardedWeight, gather, scatter
 from jaxllm.parallel.mesh import BATCH_AXES, Placement, sharded
 from jaxllm.step.placement import Layout
 from jaxllm.step.spec import StepSpec
@@ -98,7 +98,7 @@ def accumulate(
 
     def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
         variables, computing = variables_of(params, frozen, step_spec, layout)
-        collectives = partition_of(layout)
+        collectives = make_collectives(layout)
 
         def loss(variables: Any, micro_batch: Batch) -> tuple[Array, Sums]:
             return loss_sums(computing(variables), micro_batch, step_spec, collectives, factor)
@@ -108,9 +108,9 @@ def accumulate(
             gradients, sums = differentiate(variables, batch)
         else:
             sums, gradients = _over_micro_batches(differentiate, variables, batch, step_spec.accumulate)
-        return _summed(sums, layout), _reduced(gradients, layout)
+        return _all_reduced(sums, layout), _reduce_gradients(gradients, layout)
 
-    return _mapped(local, layout, layout.moments)(params, frozen, batch, jnp.asarray(factor, jnp.float32))
+    return _shard_mapped(local, layout, layout.moments)(params, frozen, batch, jnp.asarray(factor, jnp.float32))
 
 
 def evaluate(params: Any, frozen: Any, batch: Batch, step_spec: StepSpec, layout: Layout) -> Sums:
@@ -118,13 +118,13 @@ def evaluate(params: Any, frozen: Any, batch: Batch, step_spec: StepSpec, layout
 
     def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, tuple[()]]:
         variables, computing = variables_of(params, frozen, step_spec, layout)
-        _, sums = loss_sums(computing(variables), batch, step_spec, partition_of(layout))
-        return _summed({"nll": sums["nll"], "tokens": sums["tokens"]}, layout), ()
+        _, sums = loss_sums(computing(variables), batch, step_spec, make_collectives(layout))
+        return _all_reduced({"nll": sums["nll"], "tokens": sums["tokens"]}, layout), ()
 
-    return _mapped(local, layout, ())(params, frozen, batch, jnp.ones((), jnp.float32))[0]
+    return _shard_mapped(local, layout, ())(params, frozen, batch, jnp.ones((), jnp.float32))[0]
 
 
-def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
+def _shard_mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
     """Wraps `local(params, frozen, batch, factor)` in `shard_map`; it returns (sums, arrays with placements `out`)."""
     if layout.mesh.size == 1:
         return local
@@ -142,11 +142,11 @@ def _mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[...
     )
 
 
-def partition_of(layout: Layout) -> Collectives:
+def make_collectives(layout: Layout) -> Collectives:
     sizes = layout.sizes
     placements = None
     if sharded("gradients", layout.stage, mixed=False) and sizes["data"] > 1:
-        placements = layout.shares if layout.frozen is None else adapters.joined(layout.frozen, layout.shares)
+        placements = layout.sharded if layout.frozen is None else adapters.joined(layout.frozen, layout.sharded)
     return Collectives(sizes["tensor"], sizes["replica"] * sizes["data"], placements)
 
 
@@ -173,7 +173,7 @@ def _trained(params: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Cal
     if step_spec.policy.mixed:
         whole = _layer_by_layer(gather, layout.weights, compute)
     else:
-        whole = jax.tree.map(_without_padding, layout.shares, compute)
+        whole = jax.tree.map(_without_padding, layout.sharded, compute)
     if layout.stage == 1:
         return whole, lambda whole: whole
 
@@ -184,8 +184,8 @@ def _trained(params: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Cal
         shape[placement.zero_dim] = placement.shape[placement.zero_dim] // ways
         return jnp.zeros(shape, x.dtype)  # defines the shape of the gradient; its value is never read
 
-    shares = jax.tree.map(share, layout.shares, whole)
-    return shares, lambda shares: jax.tree.map(Scattered, shares, whole)
+    shares = jax.tree.map(share, layout.sharded, whole)
+    return shares, lambda shares: jax.tree.map(ShardedWeight, shares, whole)
 
 
 def _without_padding(placement: Placement, x: Array) -> Array:
@@ -201,8 +201,8 @@ def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placeme
     restore the order of elements.
     """
 
-    def apply(placed: Any, tree: Any, cut: bool) -> Any:
-        return jax.tree.map(lambda placement, x: function(x, placement, cut), placed, tree)
+    def apply(placed: Any, tree: Any, layer_slice: bool) -> Any:
+        return jax.tree.map(lambda placement, x: function(x, placement, layer_slice), placed, tree)
 
     done = {name: apply(placements[name], tree, False) for name, tree in params.items() if name != "layers"}
     layers = done["layers"] = params["layers"]
@@ -264,7 +264,7 @@ def _over_micro_batches(
     return jax.lax.scan(micro_step, start, micro_batches)[0]
 
 
-def _summed(sums: Sums, layout: Layout) -> Sums:
+def _all_reduced(sums: Sums, layout: Layout) -> Sums:
     """All-reduces sums over the rows of all devices; over `tensor`, only the load-balancing loss is a partial sum."""
     sizes = layout.sizes
 
@@ -275,7 +275,7 @@ def _summed(sums: Sums, layout: Layout) -> Sums:
     return {name: total(name, x) for name, x in sums.items()}
 
 
-def _reduced(gradients: Any, layout: Layout) -> Any:
+def _reduce_gradients(gradients: Any, layout: Layout) -> Any:
     """Reduces gradients over the mesh axes that the backward pass has not reduced yet."""
     sizes = layout.sizes
     if sizes["data"] > 1 and layout.stage == 1:

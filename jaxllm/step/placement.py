@@ -41,7 +41,7 @@ class Layout:
     specs: Any
     weights: Any
     moments: Any
-    shares: Any
+    sharded: Any
     frozen: Any
     host_moments: bool
     host_weights: bool
@@ -56,7 +56,7 @@ class Layout:
             return tree
 
         def one(placement: Placement, x: jax.Array) -> jax.Array:
-            return jax.lax.with_sharding_constraint(x, mesh_lib.place(self.mesh, placement))
+            return jax.lax.with_sharding_constraint(x, mesh_lib.named_sharding(self.mesh, placement))
 
         return jax.tree.map(one, placements, tree)
 
@@ -77,7 +77,7 @@ class Layout:
             placement = by_spec[id(spec)]
             if leaf.shape != placement.shape:  # a factored moment or its placeholder: replicated
                 placement = Placement(leaf.shape, ((),) * leaf.ndim, None)
-            return mesh_lib.place(self.mesh, placement, memory(self.host_moments))
+            return mesh_lib.named_sharding(self.mesh, placement, memory(self.host_moments))
 
         specs = jax.tree.leaves(self.specs, is_leaf=is_spec)
         placements = jax.tree.leaves(self.moments)
@@ -86,13 +86,13 @@ class Layout:
         return TrainState(
             step=whole,
             params=jax.tree.map(
-                lambda placement: mesh_lib.place(self.mesh, placement, memory(self.host_weights)),
+                lambda placement: mesh_lib.named_sharding(self.mesh, placement, memory(self.host_weights)),
                 self.weights,
             ),
             opt_state=map_state(moment, state.opt_state, self.specs),
             key=whole,
             loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
-            frozen=jax.tree.map(lambda placement: mesh_lib.place(self.mesh, placement), self.frozen),
+            frozen=jax.tree.map(lambda placement: mesh_lib.named_sharding(self.mesh, placement), self.frozen),
         )
 
     def params_on_device(self, state: TrainState) -> Any:
@@ -132,7 +132,7 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
         specs=specs,
         weights=placed["weights"],
         moments=placed["moments"],
-        shares=mesh_lib.placements(specs, dataclasses.replace(config.mesh, zero=3), "weights", policy.mixed),
+        sharded=mesh_lib.placements(specs, dataclasses.replace(config.mesh, zero=3), "weights", policy.mixed),
         frozen=frozen,
         host_moments=offload != "none",
         host_weights=offload == "all",

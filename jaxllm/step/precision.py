@@ -29,22 +29,22 @@ class Policy:
     """
 
     name: str
-    compute: jnp.dtype
-    store: jnp.dtype
+    compute_dtype: jnp.dtype
+    param_dtype: jnp.dtype
 
     @property
     def mixed(self) -> bool:
         """True if the stored weights are float32 master copies of the compute weights."""
-        return self.store != self.compute
+        return self.param_dtype != self.compute_dtype
 
     @property
     def scaled(self) -> bool:
         """True if the loss is scaled before differentiation (fp16)."""
-        return self.compute == jnp.float16
+        return self.compute_dtype == jnp.float16
 
     def cast(self, params: Any) -> Any:
         """Casts weights to the compute dtype."""
-        return jax.tree.map(lambda x: x.astype(self.compute), params)
+        return jax.tree.map(lambda x: x.astype(self.compute_dtype), params)
 
 
 _DTYPES = {
@@ -66,8 +66,8 @@ def policy_for(name: str, platform: str) -> Policy:
     """
     if name == "auto":
         name = "fp32" if platform == "cpu" else "bf16"
-    compute, store = _DTYPES[name]
-    return Policy(name, jnp.dtype(compute), jnp.dtype(store))
+    compute_dtype, param_dtype = _DTYPES[name]
+    return Policy(name, jnp.dtype(compute_dtype), jnp.dtype(param_dtype))
 
 
 def initial_scale(config: PrecisionConfig, policy: Policy) -> LossScale | None:

@@ -36,7 +36,7 @@ def main() -> int:
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(commandline.config_file()).stem}")
     job = distributed.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, _DISTRIBUTED.value)
     # Only process 0 prints; the other processes print errors alone.
-    console = Console(soft_wrap=False) if job.leads else Console(file=io.StringIO(), width=100)
+    console = Console(soft_wrap=False) if job.is_leader else Console(file=io.StringIO(), width=100)
     watch = Watchdog(job)
     try:
         status = Trainer(config, workdir, console, job, watch).run()

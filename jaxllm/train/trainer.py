@@ -22,7 +22,7 @@ from jaxllm.data import pipeline, sources
 from jaxllm.data.streams import Batch
 from jaxllm.errors import RunError
 from jaxllm.job.distributed import Job
-from jaxllm.job.stop_signals import Stop
+from jaxllm.job.stop_signals import StopSignals
 from jaxllm.job.watchdog import Watchdog
 from jaxllm.ledger.advice import out_of_memory
 from jaxllm.ledger.runtime.training import TrainingBill
@@ -90,9 +90,9 @@ class Trainer:
     def run(self) -> int:
         """Trains to the last step and returns the exit status: 0, or 128 + the signal that stopped the run."""
         with contextlib.ExitStack() as stack:
-            if self._job.leads:
+            if self._job.is_leader:
                 self._workdir.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(workdir_lib.only_run_in(self._workdir))
+                stack.enter_context(workdir_lib.exclusive_lock(self._workdir))
             checkpoints = stack.enter_context(Checkpointer(self._workdir, self._config, self._say, self._job))
             self._watch.last_good = lambda: checkpoints.last_good
             with out_of_memory.explained(lambda error: self._explain_oom(error, checkpoints)):
@@ -114,9 +114,9 @@ class Trainer:
                 f"train on, or sample from it:\n{self._next_command()}"
             )
             return 0
-        if self._job.leads:
+        if self._job.is_leader:
             workdir_lib.write_config(self._workdir, config)
-            if self._start.source and config.data.tokenizer == workdir_lib.OWN and self._start.text:
+            if self._start.source and config.data.tokenizer == workdir_lib.OWN_FILES and self._start.text:
                 workdir_lib.write_text(self._workdir, self._start.text)
             self._bill.show()
         if restored:
@@ -138,8 +138,8 @@ class Trainer:
         train_step = programs.train_step(config, self._recipe, self._mesh).compile()
         eval_step = programs.eval_step(config, self._recipe, self._mesh).compile()
         self._say(f"compiled in {self.clock.lap('compile'):.1f} s")
-        recorded = self._workdir if self._job.leads else None
-        with MetricsWriter(recorded, first, config.log.tensorboard) as metrics, Stop(self._job, first) as stop:
+        recorded = self._workdir if self._job.is_leader else None
+        with MetricsWriter(recorded, first, config.log.tensorboard) as metrics, StopSignals(self._job, first) as stop:
             self._watch.tick, self._watch.is_hurried = stop.tick, lambda: stop.is_agreeing
             told = {"jax": jax.__version__, "attention": self._recipe.attention.line}
             metrics.write("event", first, event="resume" if first else "start", **told)
@@ -153,7 +153,7 @@ class Trainer:
         eval_step: jax.stages.Compiled,
         checkpoints: Checkpointer,
         metrics: MetricsWriter,
-        stop: Stop,
+        stop: StopSignals,
     ) -> int:
         config, clock, last = self._config, self.clock, self._config.train.steps
         display = Display(
@@ -253,7 +253,7 @@ class Trainer:
         """Starts and stops the profiler trace around the configured steps."""
         log = self._config.log
         begin = max(log.profile_start, first + 1)
-        if log.profile_steps and step == begin and self._job.leads:
+        if log.profile_steps and step == begin and self._job.is_leader:
             jax.profiler.start_trace(str(self._workdir / "profile"))
             self._tracing = True
             self._say(f"tracing {log.profile_steps:,} steps from step {begin:,} into {self._workdir / 'profile'}")

@@ -73,10 +73,10 @@ def train_step(config: Config, device: str, quick: bool = False) -> Found:
 @functools.cache
 def _train_step(config_json: str, name: str, quick: bool) -> Found:
     config = overrides.from_dict(json.loads(config_json))
-    device = detect.named(name)
+    device = detect.by_name(name)
     model = architectures.resolve_config(config)
     program = programs_of(config, model, device.platform, absent.abstract_mesh(config), None)["train_step"]
-    count = math.prod(mesh.sizes(config.mesh).values())
+    count = math.prod(mesh.axis_sizes(config.mesh).values())
     target = absent.require_compiler(device.name, device.compile_target)
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {}

@@ -75,13 +75,13 @@ def test_flops_are_the_formula_s(device):
     model = architectures.resolve_config(QUICKSTART)
     plain = absent_programs.quickstart(attention_implementation="xla")
     found = absent_programs.train_step(plain, device, quick=True)
-    assert found.products.flops == pytest.approx(flops.train_step(model, plain, "bf16").flops, rel=0.02)
-    assert not found.products.unknown_loops
+    assert found.matmul_counts.flops == pytest.approx(flops.train_step(model, plain, "bf16").flops, rel=0.02)
+    assert not found.matmul_counts.unknown_loops
     found = absent_programs.train_step(QUICKSTART, device)
-    settled = run_lib.make(model, QUICKSTART, "bf16", detect.named(device).platform)
+    settled = run_lib.make(model, QUICKSTART, "bf16", detect.by_name(device).platform)
     in_kernels = model.layers * 9 * block_graph.block(settled).values["attn_kernel"].flops // 2
-    assert found.products.flops == pytest.approx(flops.step(settled).flops - in_kernels, rel=0.02)
-    assert list(found.products.uncounted.values()) == [3 * model.layers]
+    assert found.matmul_counts.flops == pytest.approx(flops.step(settled).flops - in_kernels, rel=0.02)
+    assert list(found.matmul_counts.uncounted.values()) == [3 * model.layers]
 
 
 def test_tpu_figures():
@@ -97,17 +97,17 @@ def test_llama3_8b_on_h100():
     found = absent_programs.train_step(config, "h100")
     assert parameters(config) == 8_030_261_248
     assert 0 <= found.figures["arguments"] - expected_arguments(config) < 100
-    assert found.figures["peak"] > detect.named("h100").memory_bytes
+    assert found.figures["peak"] > detect.by_name("h100").memory_bytes
     assert 0 <= found.volume("all-reduce") - 2 * 8_030_261_248 < 200
 
 
 def test_llama3_8b_on_v5e_is_refused_as_a_result():
     config = absent_programs.llama3_8b()
-    device = detect.named("v5e")
+    device = detect.by_name("v5e")
     model = architectures.resolve_config(config)
     (program,) = programs_of(config, model, device.platform, absent.abstract_mesh(config), None).values()
     found = attached.inspect(lambda: absent.compile_for(program, device.compile_target, 8))
-    assert found.refused.startswith("RESOURCE_EXHAUSTED")
+    assert found.oom_message.startswith("RESOURCE_EXHAUSTED")
     assert found.figures["peak"] > 12 * 8_030_261_248
     assert isinstance(found.figures["temps"], Unknown)
 
@@ -116,18 +116,18 @@ def test_llama3_8b_on_v5e_is_refused_as_a_result():
 def test_every_device_of_the_table_is_one_that_compilers_know(name):
     square = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     program = Program("product", jax.jit(lambda a, b: a @ b), (square, square), ())
-    found = attached.figures(absent.compile_for(program, detect.named(name).compile_target, 1))
+    found = attached.figures(absent.compile_for(program, detect.by_name(name).compile_target, 1))
     assert (found["arguments"], found["outputs"]) == (2 * 256 * 256 * 2, 256 * 256 * 2)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, device) in detect.DEVICES.items() if device.platform == "tpu"])
 def test_a_tpu_has_the_memory_that_its_compiler_lets_a_program_have(name):
-    device = detect.named(name)
+    device = detect.by_name(name)
 
     def compiles(size):
         rows = jax.ShapeDtypeStruct((size // 2048, 1024), jnp.bfloat16)
         program = Program("head", jax.jit(lambda a: a[:8] * 2), (rows,), ())
-        return not attached.inspect(lambda: absent.compile_for(program, device.compile_target, 1)).refused
+        return not attached.inspect(lambda: absent.compile_for(program, device.compile_target, 1)).oom_message
 
     assert compiles(device.memory_bytes)
     assert not compiles(device.memory_bytes + 2**24)
@@ -153,7 +153,7 @@ def moved(mesh, back):
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 def test_what_is_in_host_memory_is_counted_there(device, back):
     program = moved(AbstractMesh((8,), ("data",)), back)
-    found = attached.figures(absent.compile_for(program, detect.named(device).compile_target, 8))
+    found = attached.figures(absent.compile_for(program, detect.by_name(device).compile_target, 8))
     assert (found["host_arguments"], found["host_aliases"]) == (4096, 4096 * back)
     assert found["arguments"] == 8192
     assert found["temps"] >= 4096 * back  # the copy on the device, where it is not the output
@@ -161,7 +161,7 @@ def test_what_is_in_host_memory_is_counted_there(device, back):
 
 def test_a_mesh_of_cuda_devices_would_forget_host_memory():
     """The JAX fault that the abstract mesh avoids; once JAX fixes it, `compile_for` can be simpler."""
-    devices = topologies.get_topology_desc(**detect.named("h100").compile_target.topology(8)).devices
+    devices = topologies.get_topology_desc(**detect.by_name("h100").compile_target.topology(8)).devices
     program = moved(Mesh(devices, ("data",)), back=False)
     assert program.inputs[0].sharding.memory_kind is None
     found = attached.figures(program.compile())
@@ -211,9 +211,9 @@ def test_the_command_compiles_sampling():
     ],
 )
 def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device):
-    model, named = architectures.ARCHITECTURES[name], detect.named(device)
+    model, named = architectures.ARCHITECTURES[name], detect.by_name(device)
     target = absent.require_compiler(named.name, named.compile_target)
-    figures = absent.inspection_for(programs.decode(model, batch, 8, context, jnp.bfloat16), target, 1).figures
+    figures = absent.inspect_program(programs.decode(model, batch, 8, context, jnp.bfloat16), target, 1).figures
     platform = "gpu" if device == "h100" else "tpu"
     ledger = inference(model, batch, context, 128, "bfloat16", "bfloat16", platform=platform)
     peak = ledger.persistent_bytes + sum(row.bytes_per_device for row in ledger.rows if row.phase == rows.DECODE)
@@ -223,11 +223,11 @@ def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device
 @pytest.mark.parametrize(("phase", "near"), [(rows.DECODE, 2e-3), (rows.PREFILL, 0.02)])
 def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
     """State matches to the byte; a chunk of prompts attends to one layer's keys and values in the compute dtype."""
-    model, named = architectures.ARCHITECTURES["smollm2-360m"], detect.named("h100")
+    model, named = architectures.ARCHITECTURES["smollm2-360m"], detect.by_name("h100")
     batch, context, chunk = 4, 2048, 128
     made, width = (programs.decode, 8) if phase == rows.DECODE else (programs.prefill, chunk)
     program = made(model, batch, width, context, jnp.bfloat16, jnp.int8)
-    figures = absent.inspection_for(program, absent.require_compiler(named.name, named.compile_target), 1).figures
+    figures = absent.inspect_program(program, absent.require_compiler(named.name, named.compile_target), 1).figures
     wide, ledger = (inference(model, batch, context, chunk, "bf16", held, platform="gpu") for held in ("bf16", "int8"))
     passed = 4 if phase == rows.DECODE else batch * chunk * 5  # the limit; tokens and the mask of real ones
     assert figures["arguments"] == ledger.persistent_bytes + passed
@@ -244,10 +244,10 @@ def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
 )
 def test_a_chunk_of_prompts_on_a_tpu_needs_what_the_ledger_says(name, layers, batch, context, chunk, cache):
     model = dataclasses.replace(architectures.ARCHITECTURES[name], vocab_size=1024, layers=layers)
-    device = detect.named("v5e")
+    device = detect.by_name("v5e")
     held = jnp.int8 if cache == "int8" else jnp.bfloat16
-    program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, held, turned=True)
-    figures = absent.inspection_for(program, absent.require_compiler(device.name, device.compile_target), 1).figures
+    program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, held, transposed=True)
+    figures = absent.inspect_program(program, absent.require_compiler(device.name, device.compile_target), 1).figures
     how = {"platform": "tpu", "vector_memory": device.vector_memory}
     ledger = inference(model, batch, context, chunk, "bf16", cache, **how)
     bill = ledger.persistent_bytes + ledger.phase_bytes(rows.PREFILL)

@@ -23,4 +23,4 @@ def test_peak_and_work_of_a_training_step(case):
     model = architectures.resolve_config(config)
     ledger = training_memory.training(model, config, "bf16", "gpu")
     assert ledger.peak_bytes == pytest.approx(found.figures["peak"], rel=0.05)
-    assert flops.train_step(model, config, "bf16", "gpu").flops == found.products.flops
+    assert flops.train_step(model, config, "bf16", "gpu").flops == found.matmul_counts.flops

@@ -59,7 +59,7 @@ def figures(name, head_dim, length=LENGTH, rule="rich", dtype="bfloat16", blocks
 
 @functools.cache
 def compiled_once(name, head_dim, length, rule, dtype, blocks):
-    device = detect.named(name)
+    device = detect.by_name(name)
     target = absent.require_compiler(device.name, device.compile_target)
     platform = "tpu" if target.platform == "tpu" else "gpu"
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def test_the_reference_s_memory_grows_with_the_square():
             return reference.attention(q, k, v, mask, scale=0.1, softcap=0.0, named=False)
 
         made = Program("reference", jax.jit(run), (q, k, k, mask), ())
-        return attached.figures(absent.compile_for(made, detect.named("h100").compile_target, 1))["temps"]
+        return attached.figures(absent.compile_for(made, detect.by_name("h100").compile_target, 1))["temps"]
 
     assert temps(2048) > 3 * temps(1024)
 

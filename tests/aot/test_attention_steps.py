@@ -86,7 +86,7 @@ def test_memory_grows_with_the_length_alone():
             config.model.context_length = LENGTH
             found = absent_programs.train_step(config, "h100")
             peaks[implementation, length] = found.figures["peak"]
-            platform = detect.named("h100").platform
+            platform = detect.by_name("h100").platform
             formula = training_memory.training(
                 architectures.resolve_config(config), config, "bf16", platform
             ).peak_bytes

@@ -44,7 +44,7 @@ def test_every_configuration_has_a_target():
 @pytest.mark.parametrize(("name", "device", "overrides"), TARGETS)
 def test_it_compiles_and_fits(name, device, overrides):
     config = load(name, overrides)
-    target = detect.named(device)
+    target = detect.by_name(device)
     ledger = training_memory.training(
         architectures.resolve_config(config), config, config.precision.policy, target.platform
     )
@@ -58,7 +58,7 @@ def test_it_compiles_and_fits(name, device, overrides):
     assert found.figures["arguments"] == pytest.approx(
         ledger.persistent_bytes + batch, rel=1e-3 if device == "v5p" else 0
     )
-    assert ledger.count == math.prod(mesh.sizes(config.mesh).values())
+    assert ledger.count == math.prod(mesh.axis_sizes(config.mesh).values())
     # The bill in the docstring states the formula's peak, in the unit and digits of the ledger.
     bill = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
     if not overrides and device == "h100":

@@ -28,10 +28,10 @@ def greedy(monkeypatch):
     monkeypatch.setattr(sampling.jax.lax, "cond", lambda wanted, yes, no: no())
 
 
-def compiled(model, made=programs.decode, width=8, cache=jnp.bfloat16, turned=True):
+def compiled(model, made=programs.decode, width=8, cache=jnp.bfloat16, transposed=True):
     """Returns (bytes accessed, temporaries, bytes of the cache)."""
-    device = detect.named("v5e")
-    program = made(model, BATCH, width, CAPACITY, jnp.bfloat16, cache, turned)
+    device = detect.by_name("v5e")
+    program = made(model, BATCH, width, CAPACITY, jnp.bfloat16, cache, transposed)
     target = absent.require_compiler(device.name, device.compile_target)
     executable = absent.compile_for(program, target, 1)
     cost = executable.cost_analysis()
@@ -68,7 +68,7 @@ def test_logits_that_went_through_memory_would_be_caught(monkeypatch):
 
 
 def test_projections_that_are_laid_out_anew_would_be_caught():
-    moved, temps, cache = compiled(WIDE, turned=False)
+    moved, temps, cache = compiled(WIDE, transposed=False)
     assert moved > 1.4 * once(WIDE, cache)
     assert temps > 0.1 * cache
 

@@ -42,7 +42,7 @@ def program(shape, platform):
 
 @functools.cache
 def compiled(shape, device):
-    named = detect.named(device)
+    named = detect.by_name(device)
     target = absent.require_compiler(named.name, named.compile_target)
     return absent.compile_for(program(shape, named.platform), target, 1)
 
@@ -80,7 +80,7 @@ def test_one_layer_of_the_stack_is_read(shape, device):
 
 def test_a_copy_of_the_cache_would_be_caught():
     """Slicing a layer out of the stack before the kernel copies that layer."""
-    named = detect.named("h100")
+    named = detect.by_name("h100")
     target = absent.require_compiler(named.name, named.compile_target)
     whole = program("llama", "gpu")
 

@@ -27,7 +27,7 @@ def _as_on_a_gpu(monkeypatch):
 
 def compiles(jitted, arguments, name="h100"):
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    device = detect.named(name)
+    device = detect.by_name(name)
     target = absent.require_compiler(device.name, device.compile_target)
     return absent.compile_for(Program("suite", jitted, inputs, ()), target, 1)
 

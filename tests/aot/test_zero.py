@@ -145,7 +145,7 @@ def test_tensor_parallelism_splits_the_work():
     config = small(0, mesh_tensor=4)
     config.mesh.data = 2
     by_tensor = absent_programs.train_step(config, "h100")
-    assert by_tensor.products.flops == pytest.approx(by_data.products.flops, rel=0.02)
+    assert by_tensor.matmul_counts.flops == pytest.approx(by_data.matmul_counts.flops, rel=0.02)
     large = {c.op for c in by_tensor.collectives if c.volume / c.runs.times >= LARGE}
     assert large == {"all-reduce", "all-gather", "reduce-scatter"}
     assert found_sharded(by_tensor) < found_sharded(by_data) / 3

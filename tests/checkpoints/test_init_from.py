@@ -203,7 +203,9 @@ def test_shards_are_read_and_padded_with_zeros(source):
     sizes = MeshConfig(data=2, tensor=2, zero=3)
     over = mesh.make_mesh(sizes)
     placed = mesh.placements(specs.param_specs(MODEL), sizes, "weights", False)
-    targets = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=mesh.place(over, p)), placed)
+    targets = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=mesh.named_sharding(over, p)), placed
+    )
     opened = opening.open_model(str(source))
     plain, made = opened.load(jnp.float32), opened.load(jnp.float32, targets)
     assert same(plain, made)

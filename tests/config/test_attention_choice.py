@@ -119,9 +119,9 @@ def test_the_line_is_in_the_ledger_s_json():
     config = run()
     config.model.name = "llama3.2-1b"
     model = architectures.resolve_config(config)
-    billed = bill.training(config, model, detect.named("h100")).to_json()
+    billed = bill.training(config, model, detect.by_name("h100")).to_json()
     assert billed["attention"] == "attention: pallas (auto: its kernels for a gpu)"
-    sampled = bill.sampling("m", model, detect.named("h100"), 1, 128, 64).to_json()
+    sampled = bill.sampling("m", model, detect.by_name("h100"), 1, 128, 64).to_json()
     assert sampled["attention"].endswith("of new tokens pallas (the kernel for a gpu)")
 
 

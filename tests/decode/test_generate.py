@@ -267,16 +267,18 @@ def test_chunks_of_any_size_fill_an_int8_cache_alike():
 
 def test_weights_that_are_turned_give_the_same_tokens():
     model, prompts = models.POST, PROMPTS[:2]
-    turned = weights.turn(params_of(model))
+    transposed = weights.to_tpu_layout(params_of(model))
     run = {
-        name: quickly(getattr(programs, name)(model, 2, STEPS, CAPACITY, FLOAT, turned=True))
+        name: quickly(getattr(programs, name)(model, 2, STEPS, CAPACITY, FLOAT, transposed=True))
         for name in ("prefill", "decode")
     }
-    fill = lambda _, *rest: run["prefill"](turned, *rest)  # noqa: E731
-    loop = lambda _, *rest: run["decode"](turned, *rest)  # noqa: E731
+    fill = lambda _, *rest: run["prefill"](transposed, *rest)  # noqa: E731
+    loop = lambda _, *rest: run["decode"](transposed, *rest)  # noqa: E731
     got, _ = drain(loop, model, prefilled(model, prompts, run=fill))
     assert got == with_cache(model, prompts)[0]
-    for x, y in zip(jax.tree.leaves(weights.straighten(turned)), jax.tree.leaves(params_of(model)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(weights.from_tpu_layout(transposed)), jax.tree.leaves(params_of(model)), strict=True
+    ):
         np.testing.assert_array_equal(x, y)
 
 

@@ -8,7 +8,7 @@ from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.hardware import spec as devices
 from jaxllm.hardware.compile_targets import VOLTA, GpuTarget, TpuTarget
-from jaxllm.hardware.detect import DEVICES, attached, named, published
+from jaxllm.hardware.detect import DEVICES, attached, by_name, published
 from jaxllm.hardware.spec import GB, GIB, Device
 
 GPUS = [name for name, (_, device) in DEVICES.items() if device.platform == "gpu"]
@@ -68,7 +68,7 @@ STRANGERS = (
 
 @pytest.mark.parametrize(("kind", "name"), KINDS.items())
 def test_an_attached_device_is_the_one_that_its_name_names(kind, name):
-    assert published(kind) is named(name)
+    assert published(kind) is by_name(name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,22 +85,22 @@ def test_every_device_is_told_by_its_own_description():
     """A target's description is the driver's name of the same device."""
     assert set(KINDS.values()) == set(DEVICES)
     for name in GPUS:
-        assert published(named(name).compile_target.description) is named(name)
+        assert published(by_name(name).compile_target.description) is by_name(name)
 
 
 def test_names():
-    assert named("H100") is named("h100")
-    assert named("auto") is detect.this_machine()
+    assert by_name("H100") is by_name("h100")
+    assert by_name("auto") is detect.this_machine()
     with pytest.raises(UserError, match=r"--device h1000: no such device; did you mean h100\?"):
-        named("h1000")
+        by_name("h1000")
     with pytest.raises(UserError, match=r"did you mean a100-80gb\?"):
-        named("a100-80")
+        by_name("a100-80")
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_s_figures_agree_with_each_other(name):
     """The float32 peak is lanes × multiprocessors × clock × 2, up to clocks that differ slightly between documents."""
-    device = named(name)
+    device = by_name(name)
     target = device.compile_target
     peak = 2 * target.multiprocessors * target.capability.lanes * target.clock_ghz * 1e9
     assert device.peak_flops["float32"] == pytest.approx(peak, rel=0.03)
@@ -110,7 +110,7 @@ def test_a_gpu_s_figures_agree_with_each_other(name):
 @pytest.mark.parametrize("name", DEVICES)
 def test_figures_are_those_of_an_accelerator(name):
     """Ranges that detect a wrong unit, a direction counted twice, or sparsity included."""
-    device = named(name)
+    device = by_name(name)
     peaks = device.peak_flops
     assert 10 * GIB < device.memory_bytes < device.total_bytes < 200 * GIB
     assert 300 * GB <= device.bandwidth <= 8000 * GB
@@ -147,20 +147,20 @@ def test_what_data_sheets_promise_is_not_far_from_what_drivers_tell():
     }
     assert set(promised) == set(GPUS)
     for name, size in promised.items():
-        assert 0.91 * size * GIB < named(name).total_bytes < size * GIB * 1.001, name
+        assert 0.91 * size * GIB < by_name(name).total_bytes < size * GIB * 1.001, name
 
 
 def test_the_driver_keeps_less_for_programs_than_the_card_has():
     """The driver's total on L4 (24 GB by data sheet) and L40S (48 GB) is less than as many decimal GB."""
-    assert named("l4").total_bytes < 24 * GB
-    assert named("l40s").total_bytes < 48 * GB
+    assert by_name("l4").total_bytes < 24 * GB
+    assert by_name("l40s").total_bytes < 48 * GB
 
 
 def test_what_the_backend_holds_back():
     for name in GPUS:
-        device = named(name)
+        device = by_name(name)
         assert device.memory_bytes == pytest.approx(devices.FRACTION * device.total_bytes, abs=1)
-    assert {name: named(name).held_back / GIB for name in TPUS} == pytest.approx(
+    assert {name: by_name(name).reserved_bytes / GIB for name in TPUS} == pytest.approx(
         {"v4": 1.26, "v5e": 0.26, "v5p": 0.26, "v6e": 0.76, "v7x": 1.26}, abs=1e-6
     )
 
@@ -168,12 +168,12 @@ def test_what_the_backend_holds_back():
 def test_the_share_of_a_gpu_is_the_environment_s_where_it_says_so(monkeypatch):
     for name in devices.FRACTION_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    devices.claim_memory()
+    devices.set_memory_fraction()
     assert devices.os.environ["XLA_CLIENT_MEM_FRACTION"] == str(devices.FRACTION)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
     # JAX rejects both together.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    devices.claim_memory()
+    devices.set_memory_fraction()
     assert "XLA_CLIENT_MEM_FRACTION" not in devices.os.environ
     assert devices.memory_fraction() == 0.5
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "half")
@@ -181,10 +181,10 @@ def test_the_share_of_a_gpu_is_the_environment_s_where_it_says_so(monkeypatch):
 
 
 def test_float32_products_run_as_jax_s_default_precision_has_them():
-    assert named("h100").peak("float32") == 494.7e12
-    assert named("v100-16gb").peak("float32") == 15.7e12
-    assert named("v5e").peak("float32") == named("v5e").peak("bfloat16") == 197e12
-    assert named("v100-16gb").peak("bfloat16") is None
+    assert by_name("h100").peak("float32") == 494.7e12
+    assert by_name("v100-16gb").peak("float32") == 15.7e12
+    assert by_name("v5e").peak("float32") == by_name("v5e").peak("bfloat16") == 197e12
+    assert by_name("v100-16gb").peak("bfloat16") is None
     assert Device("x", None, None, {"float32": 1.0}, "").peak("float32") == 1.0
 
 
@@ -192,13 +192,13 @@ def test_cpus_that_jax_pretends_to_have_share_memory():
     host = detect.this_machine()
     assert host.platform == "cpu"
     assert host.memory_of_each(8) == host.memory_bytes // 8
-    assert named("h100").memory_of_each(8) == named("h100").memory_bytes
+    assert by_name("h100").memory_of_each(8) == by_name("h100").memory_bytes
     assert Device("x", None, None, {}, "").memory_of_each(8) is None
 
 
 def test_an_attached_gpu_has_what_its_backend_lets_it_have(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
-    table = named("h100")
+    table = by_name("h100")
     limit = int(0.75 * table.total_bytes)
     alone = attached("gpu", "NVIDIA H100 80GB HBM3", {"bytes_limit": limit, "pool_bytes": limit})
     assert (alone.memory_bytes, alone.total_bytes) == (limit, table.total_bytes)
@@ -219,7 +219,7 @@ def test_what_other_processes_hold_is_not_there(monkeypatch):
 
 def test_an_unknown_accelerator_has_the_memory_that_its_backend_tells():
     device = attached("gpu", "NVIDIA Unheard 900", {"bytes_limit": 10 * GIB})
-    assert (device.memory_bytes, device.held_back, device.bandwidth, device.peak_flops) == (10 * GIB, 0, None, {})
+    assert (device.memory_bytes, device.reserved_bytes, device.bandwidth, device.peak_flops) == (10 * GIB, 0, None, {})
     assert "not in the tables" in device.source
     assert attached("gpu", "NVIDIA Unheard 900", {}).memory_bytes is None
 
@@ -236,7 +236,7 @@ def test_a_control_group_s_memory(tmp_path):
 
 @pytest.mark.parametrize("name", GPUS)
 def test_config_text(name):
-    target = named(name).compile_target
+    target = by_name(name).compile_target
     text = target.config_text()
     fields = dict(re.findall(r"(\w+): (\S+)", text))
     assert int(fields["core_count"]) == target.multiprocessors
@@ -250,7 +250,7 @@ def test_config_text(name):
 
 
 def test_gpus_come_eight_to_a_host():
-    target = named("h100").compile_target
+    target = by_name("h100").compile_target
     assert isinstance(target, GpuTarget)
     shapes = {count: target.topology(count)["topology"] for count in (1, 3, 8, 16, 64)}
     assert shapes == {1: "1x1x1", 3: "1x1x3", 8: "1x1x8", 16: "1x2x8", 64: "1x8x8"}
@@ -280,24 +280,24 @@ def test_gpus_come_eight_to_a_host():
     ],
 )
 def test_tpu_slices(name, count, topology):
-    target = named(name).compile_target
+    target = by_name(name).compile_target
     assert isinstance(target, TpuTarget)
     assert target.topology(count)["topology_name"] == topology
 
 
 def test_small_slices_are_less_than_a_host():
-    assert named("v5e").compile_target.topology(2)["chips_per_host_bounds"] == [2, 1, 1]
-    assert named("v5p").compile_target.topology(1)["chips_per_host_bounds"] == [1, 1, 1]
-    assert named("v7x").compile_target.topology(4)["chips_per_host_bounds"] == [2, 1, 1]
-    assert "chips_per_host_bounds" not in named("v5e").compile_target.topology(8)
+    assert by_name("v5e").compile_target.topology(2)["chips_per_host_bounds"] == [2, 1, 1]
+    assert by_name("v5p").compile_target.topology(1)["chips_per_host_bounds"] == [1, 1, 1]
+    assert by_name("v7x").compile_target.topology(4)["chips_per_host_bounds"] == [2, 1, 1]
+    assert "chips_per_host_bounds" not in by_name("v5e").compile_target.topology(8)
 
 
 @pytest.mark.parametrize(("count", "near"), [(3, "2 and 4"), (12, "8 and 16"), (512, "256")])
 def test_no_such_slice(count, near):
     with pytest.raises(UserError, match=rf"slice of {count} chips .* nearest: {near}"):
-        named("v5e").compile_target.topology(count)
+        by_name("v5e").compile_target.topology(count)
 
 
 def test_the_slices_of_a_chip_of_two_devices_are_told_in_devices():
     with pytest.raises(UserError, match=r"slice of 6 devices .* nearest: 4 and 8"):
-        named("v7x").compile_target.topology(6)
+        by_name("v7x").compile_target.topology(6)

@@ -75,7 +75,7 @@ def main(model: str, dtype: str, way: str, fault: str = "") -> None:
             sizes = MeshConfig(data=8, zero=3)
             over = mesh.make_mesh(sizes)
             placed = mesh.placements(specs.param_specs(opened.model), sizes, "weights", False)
-            shardings = jax.tree.map(lambda spec: mesh.place(over, spec), placed)
+            shardings = jax.tree.map(lambda spec: mesh.named_sharding(over, spec), placed)
 
         def work():
             return opened.load(dtype, shardings)

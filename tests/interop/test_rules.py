@@ -94,7 +94,7 @@ def test_each_device_gets_its_share(family, zero, monkeypatch):
     mesh = mesh_lib.make_mesh(config)
     declared = specs.param_specs(model)
     shardings = jax.tree.map(
-        lambda placed: mesh_lib.place(mesh, placed), mesh_lib.placements(declared, config, "weights", False)
+        lambda placed: mesh_lib.named_sharding(mesh, placed), mesh_lib.placements(declared, config, "weights", False)
     )
     host = Counted()
     monkeypatch.setattr(rules, "np", host)

@@ -18,7 +18,7 @@ import runs
 from jaxllm.errors import UserError
 from jaxllm.job import distributed
 from jaxllm.job.distributed import Job
-from jaxllm.job.stop_signals import Stop
+from jaxllm.job.stop_signals import StopSignals
 from jaxllm.train import batch_rows, metrics
 
 STEPS = 60
@@ -240,7 +240,7 @@ def stop_steps(count, signalled):
     service, ends, reached = Service(), {}, {}
 
     def run(index):
-        stop = Stop(Job(index, count, service))
+        stop = StopSignals(Job(index, count, service))
         done = threading.Event()
 
         def look():
@@ -276,7 +276,7 @@ def stop_steps(count, signalled):
 @pytest.mark.parametrize("signalled", [0, 2, 3])
 def test_a_signal_to_one_process_stops_all_after_the_same_step(monkeypatch, signalled):
     # Only main threads can have signal handlers; these processes are threads.
-    monkeypatch.setattr(Stop, "_receive_for_test", lambda self, n: setattr(self, "_received", n), raising=False)
+    monkeypatch.setattr(StopSignals, "_receive_for_test", lambda self, n: setattr(self, "_received", n), raising=False)
     ends, reached = stop_steps(4, signalled)
     assert set(ends) == {0, 1, 2, 3}
     assert len(set(ends.values())) == 1, ends

@@ -14,7 +14,7 @@ from jaxllm.kernels.flash import spans as flash_spans
 from jaxllm.kernels.flash import tpu as flash_tpu
 from jaxllm.kernels.flash import triton as flash_triton
 from jaxllm.kernels.flash.api import flash_attention
-from jaxllm.kernels.flash.tile import Rule, blocks_of
+from jaxllm.kernels.flash.tile import AttentionSpec, blocks_of
 from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
@@ -262,7 +262,7 @@ def test_remat_keeps_what_the_names_say(capsys):
 @pytest.mark.parametrize("lengths", [(1, 7), (40, 40), (33, 70), (70, 33)])
 def test_the_tiles_visited_are_those_with_a_key_to_see(lengths, causal, window):
     T, S = lengths
-    rule = Rule(T, S, causal, window, 1.0, 0.0)
+    rule = AttentionSpec(T, S, causal, window, 1.0, 0.0)
     ones = np.ones((1, T), int), np.ones((1, S), int)
     mask = seen(T, S, causal, window, *ones)[0]
     np.testing.assert_array_equal(rule.visible(np.arange(T)[:, None], np.arange(S)[None], None, None), mask)
@@ -276,7 +276,7 @@ def test_the_tiles_visited_are_those_with_a_key_to_see(lengths, causal, window):
 
 
 def visited(length, causal, window, block=64):
-    rule = Rule(length, length, causal, window, 1.0, 0.0)
+    rule = AttentionSpec(length, length, causal, window, 1.0, 0.0)
     spans = (blocks_of(rule.keys_of(first, first + block), block) for first in range(0, length, block))
     return sum(end - first for first, end in spans)
 
@@ -290,9 +290,11 @@ def test_work_is_half_for_causal_and_linear_for_a_window():
 
 FAULTS = {
     "mask off by one": lambda m: m.setattr(
-        Rule, "visible", lambda self, rows, *a, real=Rule.visible: real(self, rows + 1, *a)
+        AttentionSpec, "visible", lambda self, rows, *a, real=AttentionSpec.visible: real(self, rows + 1, *a)
     ),
-    "cap forgotten in the backward pass": lambda m: m.setattr(Rule, "slope", lambda self, bits, change: change),
+    "cap forgotten in the backward pass": lambda m: m.setattr(
+        AttentionSpec, "slope", lambda self, bits, change: change
+    ),
     "last tile forgotten": lambda m: [
         m.setattr(module, "blocks_of", lambda span, block: (blocks_of(span, block)[0], blocks_of(span, block)[1] - 1))
         for module in (flash_spans, flash_tpu)

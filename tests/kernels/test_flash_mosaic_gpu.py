@@ -14,7 +14,7 @@ from jaxllm.errors import UserError
 from jaxllm.kernels.flash import mosaic_gpu as flash_mosaic_gpu
 from jaxllm.kernels.flash import triton as flash_triton
 from jaxllm.kernels.flash.api import flash_attention
-from jaxllm.kernels.flash.tile import Inputs, Rule
+from jaxllm.kernels.flash.tile import AttentionSpec, Inputs
 from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 SMALL = Tile(128, 64, 8, 2)
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_triton_kernels_with_its_statistics():
 @pytest.mark.slow
 def test_log_sums_are_the_triton_kernel_s():
     (q, k, v, _), _, _ = draw((130, 100), 64, 1, False, "float16")
-    rule = Rule(130, 100, True, 0, 0.125, 0.0)
+    rule = AttentionSpec(130, 100, True, 0, 0.125, 0.0)
     inputs = Inputs(q[:1], k[:1], v[:1])
     _, got = flash_mosaic_gpu.forward(inputs, rule, BLOCKS, True)
     _, want = jax.jit(lambda inputs: flash_triton.forward(inputs, rule, BLOCKS, True))(inputs)
@@ -92,7 +92,7 @@ def test_queries_that_see_nothing_give_exactly_nothing():
 
 
 def test_a_wrong_output_would_be_seen(monkeypatch):
-    monkeypatch.setattr(flash_mosaic_gpu, "HIDDEN", 0.0)
+    monkeypatch.setattr(flash_mosaic_gpu, "MASK_VALUE", 0.0)
     assert error(CELLS[0]) > LIMIT["bfloat16"]
 
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels.grouped import block_count, block_length, grouped_matmul, lay_out
+from jaxllm.kernels.grouped import block_count, block_length, grouped_matmul, to_blocks
 
 
 def product(x, weights, groups_of_rows):
-    blocks = lay_out(groups_of_rows, weights.shape[0])
-    return blocks.take_back(grouped_matmul(blocks.lay_out(x), weights, blocks.group))
+    blocks = to_blocks(groups_of_rows, weights.shape[0])
+    return blocks.from_blocks(grouped_matmul(blocks.to_blocks(x), weights, blocks.group))
 
 
 def plain(x, weights, groups_of_rows):
@@ -59,7 +59,7 @@ def test_blocks_hold_the_worst_distribution(rows, groups):
     worst[0] += rows - sum(worst)
     for sizes in (worst, [rows]):
         of_rows = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)
-        blocks = lay_out(jnp.asarray(of_rows), groups)
+        blocks = to_blocks(jnp.asarray(of_rows), groups)
         slots = np.asarray(blocks.slot)
         assert len(set(slots.tolist())) == rows
         assert slots.max() < count * length

@@ -103,7 +103,7 @@ def compilers(monkeypatch):
 
 
 def test_the_child_s_answers(compilers, monkeypatch):
-    told = attached.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5)
+    told = attached.oom_inspection("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5)
     monkeypatch.setattr(subprocess, "run", child(json.dumps({"programs": {"train_step": told.to_json()}})))
     assert absent.inspect(config(data=8), "v5e", 8) == {"train_step": told}
     monkeypatch.setattr(subprocess, "run", child(json.dumps({"error": "no"})))
@@ -126,7 +126,7 @@ def test_the_command_bills_a_named_device():
     assert (told["device"], told["count"], told["capacity_bytes"]) == (
         "H200 SXM",
         8,
-        detect.named("h200").memory_bytes,
+        detect.by_name("h200").memory_bytes,
     )
     assert told["compute"]["bound"] in ("compute", "bandwidth")
     assert told["columns"]["compiled"] == {"unknown": "not measured: nothing was traced, compiled or run"}
@@ -208,7 +208,7 @@ def test_what_is_not_known_of_a_compiled_program_is_said():
 
 
 def test_a_refusal_for_people():
-    text = shown(attached.refusal("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5))
+    text = shown(attached.oom_inspection("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5))
     assert (
         text == "train_step, compiled: does not fit. The compiler's words: RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm."
     )

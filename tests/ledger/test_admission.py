@@ -21,7 +21,7 @@ GREEDY = SampleRequest(max_new_tokens=4, sampling=SamplingOptions(temperature=0.
 
 
 def billed(batch: int, context: int, memory: int) -> SamplingBill:
-    device = dataclasses.replace(detect.named("h100"), platform="cpu", memory_bytes=memory)
+    device = dataclasses.replace(detect.by_name("h100"), platform="cpu", memory_bytes=memory)
     return SamplingBill("tiny", MODEL, batch, context, 8, device, 0)
 
 

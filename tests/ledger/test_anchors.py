@@ -16,7 +16,7 @@ from jaxllm.ledger import rows, trace
 from jaxllm.ledger.formula import flops as compute
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT
-from jaxllm.ledger.formula.fitted.train.parts import gradient_numbers
+from jaxllm.ledger.formula.fitted.train.parts import gradient_elements
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY, PERSISTENT, UPDATE, Ledger
 from jaxllm.model.specs import parameter_count
@@ -83,7 +83,7 @@ def states(model: Architecture, config: Config) -> int:
 def gradient_bytes(model: Architecture, config: Config, policy: str) -> int:
     """Returns the bytes of all gradients on one device, in the dtype in which they are computed."""
     made = run_lib.make(model, config, policy, "gpu")
-    return gradient_numbers(made, made.parameters) * made.compute
+    return gradient_elements(made, made.parameters) * made.compute
 
 
 def zero_run(**fields) -> Config:
@@ -235,9 +235,9 @@ def test_a_token_takes_6n_flops_and_attention():  # Kaplan et al. 2020; Chowdher
     """With causal masking a token sees (s + 1)/2 others on average, and each takes 12·l·h FLOPs."""
     model = ARCHITECTURES["gpt3-175b"]
     products = parameter_count(model) - model.context_length * model.width  # positions are a lookup
-    biases_and_norms = products - compute.product_parameters(model)
+    biases_and_norms = products - compute.matmul_parameters(model)
     assert 0 < biases_and_norms < 2e-4 * products
     per_token = compute.model_flops_per_token(model, 2048)
     attention = 12 * model.layers * model.width * (2048 + 1) / 2
-    assert per_token == 6 * compute.product_parameters(model) + attention
+    assert per_token == 6 * compute.matmul_parameters(model) + attention
     assert rows.format_si(per_token, "FLOP") == "1.06 TFLOP"

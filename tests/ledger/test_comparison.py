@@ -68,7 +68,7 @@ def real(name="llama3.2-1b", **mesh) -> BillRequest:
     config.model.name, config.data.sequence_length = name, 1024
     for axis, size in mesh.items():
         setattr(config.mesh, axis, size)
-    return BillRequest(config, detect.named("h100"), None, 4, 2048, 128)
+    return BillRequest(config, detect.by_name("h100"), None, 4, 2048, 128)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "gemma2-2b"])
@@ -130,5 +130,5 @@ def test_largest_rows_come_first():
 def test_the_verdict_has_both_numbers_the_margin_and_what_is_held_back():
     roomy = Ledger("train", "t", 1, "d", 1, TRAIN.rows, 8192)
     assert sentences.verdict(roomy) == "fits: needs 4.00 KiB of 8.00 KiB (50.0%); 4.00 KiB free"
-    assert sentences.verdict(roomy, held_back=1024).endswith("free; 1.00 KiB more is held back by the backend")
+    assert sentences.verdict(roomy, reserved_bytes=1024).endswith("free; 1.00 KiB more is held back by the backend")
     assert sentences.verdict(INFER) == "Needs 1.25 KiB; whether that fits is unknown: nobody knows"

@@ -79,12 +79,12 @@ def test_an_inspection_tells_all_and_survives_json():
 
     inputs = (jax.ShapeDtypeStruct((5, SIDE, SIDE), jnp.float32), MATRIX)
     found = inspect(lambda: compiled(step, *inputs))
-    assert found.products["flops"] == 5 * 2 * SIDE**3
+    assert found.matmul_counts["flops"] == 5 * 2 * SIDE**3
     assert found.collectives == []
     assert found.figures["arguments"] == 6 * BYTES
     again = Inspection.from_json(json.loads(json.dumps(found.to_json())))
-    assert again == dataclasses.replace(found, seconds=again.seconds, products=again.products)
-    assert again.products["flops"] == found.products["flops"]
+    assert again == dataclasses.replace(found, seconds=again.seconds, matmul_counts=again.matmul_counts)
+    assert again.matmul_counts["flops"] == found.matmul_counts["flops"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_a_result(message, peak):
         raise jax.errors.JaxRuntimeError(message)
 
     found = inspect(fails)
-    assert found.refused.startswith("RESOURCE_EXHAUSTED: ")
+    assert found.oom_message.startswith("RESOURCE_EXHAUSTED: ")
     assert isinstance(found.figures["arguments"], Unknown)
     assert "RESOURCE_EXHAUSTED" in found.figures["arguments"].why
     assert found.figures["peak"] == peak if peak else isinstance(found.figures["peak"], Unknown)

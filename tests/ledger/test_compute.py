@@ -28,9 +28,9 @@ def run(batch=8, length=64, remat="none", attention="xla") -> Config:
 def test_product_parameters_are_all_but_lookups_biases_and_norms():
     llama = ARCHITECTURES["llama3-8b"]
     embedding, norms = llama.vocab_size * llama.width, (2 * llama.layers + 1) * llama.width
-    assert compute.product_parameters(llama) == parameter_count(llama) - embedding - norms
+    assert compute.matmul_parameters(llama) == parameter_count(llama) - embedding - norms
     tied = dataclasses.replace(llama, tied_embeddings=True)
-    assert compute.product_parameters(tied) == compute.product_parameters(llama)
+    assert compute.matmul_parameters(tied) == compute.matmul_parameters(llama)
 
 
 def test_a_token_meets_its_own_experts_only():
@@ -38,7 +38,7 @@ def test_a_token_meets_its_own_experts_only():
     dense = dataclasses.replace(mixtral, experts=0, experts_per_token=0)
     mlp = 3 * mixtral.width * mixtral.mlp_width * mixtral.layers
     router = mixtral.width * mixtral.experts * mixtral.layers
-    assert compute.product_parameters(mixtral) == compute.product_parameters(dense) + mlp + router
+    assert compute.matmul_parameters(mixtral) == compute.matmul_parameters(dense) + mlp + router
 
 
 @pytest.mark.parametrize("model", [models.ROTARY, models.LEARNED], ids=["rotary", "learned"])
@@ -137,7 +137,7 @@ def test_model_flops_are_6n_and_visible_pairs():
     model = ARCHITECTURES["llama3-8b"]
     length = 8192
     attention = 12 * model.layers * model.heads * model.head_dim * (length + 1) / 2
-    expected = 6 * compute.product_parameters(model) + attention
+    expected = 6 * compute.matmul_parameters(model) + attention
     assert compute.model_flops_per_token(model, length) == expected
 
 

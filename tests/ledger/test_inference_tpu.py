@@ -99,7 +99,7 @@ TOO_LOW, TOO_HIGH = -0.02, 0.13
 
 def bill(cell, **changes):
     name, batch, slots, chunk, weights, cache, device = cell
-    how = {"platform": "tpu", "vector_memory": detect.named(device).vector_memory} | changes
+    how = {"platform": "tpu", "vector_memory": detect.by_name(device).vector_memory} | changes
     return inference(architectures.ARCHITECTURES[name], batch, slots, chunk, weights, cache, **how)
 
 

@@ -25,7 +25,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 def request(device: str = "h100") -> BillRequest:
     config = Config()
     config.model.name, config.data.sequence_length = "llama3.2-1b", 1024
-    return BillRequest(config, detect.named(device), None, 1, None, 128)
+    return BillRequest(config, detect.by_name(device), None, 1, None, 128)
 
 
 def settings(count: int) -> list[dict[str, str]]:
@@ -97,9 +97,9 @@ def test_the_page_tells_what_python_tells(rendered, tmp_path):
     started = form.start(request(), "h100")
     expected = [form.answer(started, texts) for texts in asked]
     trained = [answer["train"] for answer in expected if "error" not in answer["train"]]
-    refused = {answer["train"]["error"] for answer in expected if "error" in answer["train"]}
+    oom_message = {answer["train"]["error"] for answer in expected if "error" in answer["train"]}
     assert len(trained) >= 40
-    assert len(refused) >= 5
+    assert len(oom_message) >= 5
     told = in_browser(rendered, asked, tmp_path)
     assert len(told) == len(asked)
     for texts, answer, wanted in zip(asked, told, expected, strict=True):

@@ -18,7 +18,7 @@ def bills(model="gemma2-27b", device="h100", **mesh):
     config.train.batch_size = 8
     for axis, size in mesh.items():
         setattr(config.mesh, axis, size)
-    asked = BillRequest(config, detect.named(device), None, 1, None, 128)
+    asked = BillRequest(config, detect.by_name(device), None, 1, None, 128)
     return [request.train(asked), request.infer(asked)]
 
 

@@ -198,6 +198,6 @@ def test_the_command_bills_inference_and_refuses_too_long_a_context(tmp_path):
     narrow = command(tmp_path, "--task=infer", "--batch=2", "--context=1024", "--weights=int4", "--cache=int8")
     assert "× 4 bits" in narrow.stdout
     assert "KV cache scales, full" in narrow.stdout
-    refused = command(tmp_path, "--task=infer", "--context=4096")
-    assert refused.returncode == 2
-    assert "--context is 4096" in refused.stderr
+    oom_message = command(tmp_path, "--task=infer", "--context=4096")
+    assert oom_message.returncode == 2
+    assert "--context is 4096" in oom_message.stderr

@@ -17,7 +17,7 @@ from jaxllm.ledger.rows import BACKWARD, PERSISTENT, Ledger, Row, Unknown
 from jaxllm.ledger.runtime.sampling import SamplingBill
 from jaxllm.step.precision import policy_for
 
-H100, GB = detect.named("h100"), 10**9
+H100, GB = detect.by_name("h100"), 10**9
 TPU_REFUSAL = (
     "INTERNAL: x: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
     "Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G.\n\nTotal hbm usage >= 22.0G:"
@@ -99,7 +99,7 @@ def test_none_where_nothing_helps():
 
 
 def test_offloading_is_no_help_on_a_cpu():
-    host = dataclasses.replace(detect.named("h100"), platform="cpu")
+    host = dataclasses.replace(detect.by_name("h100"), platform="cpu")
     config = llama(data_sequence_length=128, train_batch_size=1, remat_policy="full", optimizer_moment_dtype="bfloat16")
     found = remedy(config, architectures.resolve_config(config), host, int(0.6 * peak(config, host)))
     assert found is None or not any("offload" in one for one in found.overrides)
@@ -147,7 +147,7 @@ def test_the_message_has_the_bill_and_not_only_the_last_straw():  # metatensor/m
 
 def bill(held: int, batch: int = 4, context: int = 8192) -> SamplingBill:
     return SamplingBill(
-        "llama3-8b", architectures.ARCHITECTURES["llama3-8b"], batch, context, 128, detect.named("rtx4090"), held
+        "llama3-8b", architectures.ARCHITECTURES["llama3-8b"], batch, context, 128, detect.by_name("rtx4090"), held
     )
 
 
@@ -157,24 +157,24 @@ def test_memory_held_by_others_counts():  # transformers#16987, accelerate#2910,
     room = alone.room()
     assert room.fits
     assert room.margin == room.has - room.needs >= 0
-    assert room.has == detect.named("rtx4090").memory_bytes
+    assert room.has == detect.by_name("rtx4090").memory_bytes
     alone.admit()
     assert bill(0, room.largest_batch).room().fits
     assert not bill(0, room.largest_batch + 1).room().fits
-    refused = shared.room()
-    assert (refused.fits, refused.has, refused.largest_batch) == (False, room.has - 15 * GB, 0)
+    oom_message = shared.room()
+    assert (oom_message.fits, oom_message.has, oom_message.largest_batch) == (False, room.has - 15 * GB, 0)
     with pytest.raises(Exception, match=r"does not fit.*GiB of 8\.37 GiB.*not one token fits beside the weights"):
         shared.admit()
     assert "others hold 13.97 GiB" in shared.lines()[-1]
 
 
 def test_a_context_that_does_not_fit_is_told_the_one_that_does():  # gemma#715, vllm#40302
-    refused = bill(0, batch=1, context=131_072).room()
-    assert not refused.fits
-    assert 8192 < refused.largest_context < 131_072
-    assert bill(0, 1, refused.largest_context).room().fits
-    assert not bill(0, 1, refused.largest_context + 1).room().fits
-    with pytest.raises(Exception, match=f"{refused.largest_context:,} tokens in each of 1"):
+    oom_message = bill(0, batch=1, context=131_072).room()
+    assert not oom_message.fits
+    assert 8192 < oom_message.largest_context < 131_072
+    assert bill(0, 1, oom_message.largest_context).room().fits
+    assert not bill(0, 1, oom_message.largest_context + 1).room().fits
+    with pytest.raises(Exception, match=f"{oom_message.largest_context:,} tokens in each of 1"):
         bill(0, batch=1, context=131_072).admit()
 
 

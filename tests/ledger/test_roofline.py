@@ -10,14 +10,14 @@ import pytest
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
-from jaxllm.hardware.detect import Device, named
+from jaxllm.hardware.detect import Device, by_name
 from jaxllm.ledger.formula import communication, flops, roofline
 from jaxllm.ledger.formula.communication import Transfer
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.rows import Unknown
 from jaxllm.model.specs import parameter_count
 
-H100 = named("h100")
+H100 = by_name("h100")
 
 
 def training_run(name="llama3-8b", batch=8, length=8192, policy="bf16", **fields):
@@ -73,7 +73,7 @@ def test_the_peak_is_of_the_dtype_that_multiplies():
     assert roofline.train_step(training_run(policy="fp32"), H100).seconds_of["compute"] == pytest.approx(
         2 * roofline.train_step(training_run(policy="fp16"), H100).seconds_of["compute"]
     )
-    assert isinstance(roofline.train_step(training_run(policy="bf16"), named("v100-32gb")).seconds, Unknown)
+    assert isinstance(roofline.train_step(training_run(policy="bf16"), by_name("v100-32gb")).seconds, Unknown)
 
 
 def test_data_parallelism_within_a_host_and_beyond():
@@ -114,9 +114,9 @@ def test_few_devices_are_one_island_whatever_their_number():
 def test_a_rack_and_a_slice_are_islands():
     mesh = {"replica": 1, "data": 64, "tensor": 1}
     transfer = Transfer("", "all-gather", ("data",), 64, 1, 1)
-    assert roofline.ring_rate(transfer, mesh, named("gb200")) == 900e9
-    assert roofline.ring_rate(transfer, mesh, named("v5e")) == 200e9
-    assert roofline.ring_rate(transfer, mesh, named("rtx4090")) is None
+    assert roofline.ring_rate(transfer, mesh, by_name("gb200")) == 900e9
+    assert roofline.ring_rate(transfer, mesh, by_name("v5e")) == 200e9
+    assert roofline.ring_rate(transfer, mesh, by_name("rtx4090")) is None
 
 
 def test_transfers_are_those_of_communication():
@@ -189,7 +189,7 @@ def test_json_has_the_parts_and_their_sums():
 @pytest.mark.parametrize("name", ["h100", "v5e", "rtx4090"])
 def test_the_fraction_of_the_peak_is_at_most_one(name):
     """Model FLOPs over the least time never exceed the peak, for any run."""
-    device = named(name)
+    device = by_name(name)
     for remat in ("none", "full"):
         for devices in (1, 8):
             run = training_run("gemma3-27b", batch=8, length=16384, remat_policy=remat, mesh_data=devices)

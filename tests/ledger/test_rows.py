@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxllm.ledger.formula.exact.shard_sizes import Share, count, told
+from jaxllm.ledger.formula.exact.shard_sizes import Shard, count, format_count
 from jaxllm.ledger.rows import (
     BACKWARD,
     BOUNDARY,
@@ -13,9 +13,9 @@ from jaxllm.ledger.rows import (
     Ledger,
     Row,
     Unknown,
+    array_row,
     format_bytes,
     format_si,
-    numbers,
     row,
 )
 
@@ -82,24 +82,26 @@ def test_a_formula_has_its_numbers():
 @pytest.mark.parametrize(
     ("shares", "size", "told"),
     [
-        ([Share(8_030_261_248, 0, 8)], 4, "8,030,261,248 / 8 × 4 B = 3.74 GiB"),
-        ([Share(1000, 0, 4), Share(24, 0, 1), Share(24, 0, 4)], 2, "(1,024 / 4 + 24) × 2 B = 560 B"),
-        ([Share(1000, 24, 8)], 1, "(1,000 + 24 of padding) / 8 × 1 B = 128 B"),
-        ([Share(1001, 0, 8)], 4, "⌊1,001 / 8⌋ × 4 B = 500 B"),
-        ([Share(10, 0, 1)], 4, "10 × 4 B = 40 B"),
+        ([Shard(8_030_261_248, 0, 8)], 4, "8,030,261,248 / 8 × 4 B = 3.74 GiB"),
+        ([Shard(1000, 0, 4), Shard(24, 0, 1), Shard(24, 0, 4)], 2, "(1,024 / 4 + 24) × 2 B = 560 B"),
+        ([Shard(1000, 24, 8)], 1, "(1,000 + 24 of padding) / 8 × 1 B = 128 B"),
+        ([Shard(1001, 0, 8)], 4, "⌊1,001 / 8⌋ × 4 B = 500 B"),
+        ([Shard(10, 0, 1)], 4, "10 × 4 B = 40 B"),
         ([], 4, "0 × 4 B = 0 B"),
     ],
 )
-def test_a_formula_has_its_division(shares, size, told):
-    made = numbers("weights", "weights", PERSISTENT, count(shares), size)
-    assert made.formula == told
-    assert made == Row("weights", "weights", PERSISTENT, sum(share.held for share in count(shares).shares) * size, told)
+def test_a_formula_has_its_division(shares, size, format_count):
+    made = array_row("weights", "weights", PERSISTENT, count(shares), size)
+    assert made.formula == format_count
+    assert made == Row(
+        "weights", "weights", PERSISTENT, sum(share.held for share in count(shares).shards) * size, format_count
+    )
     assert copy.deepcopy(made) == made
 
 
 def test_what_is_computed_from_a_count_is_a_number():
-    assert told(count([Share(16, 0, 8)]) // 2) == "1"
-    assert told(2 * count([Share(16_000, 0, 8)])) == "4,000"
+    assert format_count(count([Shard(16, 0, 8)]) // 2) == "1"
+    assert format_count(2 * count([Shard(16_000, 0, 8)])) == "4,000"
 
 
 def test_other_units():

@@ -122,7 +122,7 @@ def test_a_head_is_padded_for_data_only_where_it_is_put_together_from_shares(sta
         config.precision.policy = precision
         assert_equal(model, config)
         settled = run_lib.make(model, config, precision, "cpu")
-        assert activations.head_numbers(settled) == (15 if stage else 14) * model.width
+        assert activations.head_elements(settled) == (15 if stage else 14) * model.width
 
 
 def test_the_trace_column_is_the_formulas():

@@ -14,7 +14,7 @@ import pytest
 from jaxllm import programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
-from jaxllm.hardware.detect import named
+from jaxllm.hardware import detect
 from jaxllm.ledger import device, rows, trace
 from jaxllm.ledger.compiled import attached
 from jaxllm.ledger.formula.exact import run as run_lib
@@ -113,7 +113,7 @@ def test_adam_costs_twelve_persistent_bytes():  # the same reports: 12 or 20?
 
 def test_memory_that_others_hold_is_not_ours():  # huggingface/transformers#16987, accelerate#2910, vllm#783
     """A run of 70 GB fits an empty device of 80 GB, but not with 15 GB in use."""
-    h100 = named("h100")
+    h100 = detect.by_name("h100")
     needs = rows.row("weights", "weights", PERSISTENT, "70 GB", 70 * 10**9)
 
     def verdict(held: int) -> bool | None:

@@ -11,7 +11,7 @@ from jaxllm.config import MeshConfig
 from jaxllm.errors import UserError
 from jaxllm.model.specs import is_spec, param_specs
 from jaxllm.parallel import mesh
-from jaxllm.parallel.mesh import COMPUTE, Placement, placement, placements, sharded
+from jaxllm.parallel.mesh import TENSOR_RULES, Placement, placement, placements, sharded
 
 
 def is_placement(node):
@@ -54,7 +54,7 @@ def test_nothing_is_left_whole(name, axes):
         axes = {"data": 64}
     placed = split(model, **axes)
     assert all(p.zero_dim is not None for p in placed.values())
-    sizes = mesh.sizes(MeshConfig(**axes))
+    sizes = mesh.axis_sizes(MeshConfig(**axes))
     stored = sum(p.elements_per_device(sizes) for p in placed.values())
     specs = jax.tree.leaves(param_specs(model), is_leaf=is_spec)
     count = sum(spec.size for spec in specs)
@@ -63,31 +63,31 @@ def test_nothing_is_left_whole(name, axes):
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded():  # jax#26946, #27808
-    sizes = mesh.sizes(MeshConfig(tensor=8))
+    sizes = mesh.axis_sizes(MeshConfig(tensor=8))
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=False)
     assert placed.shape == (24, 16)
     assert placed.elements_per_device(sizes) == 3 * 16
     # Over `data`, the other dimension is used if it divides.
-    sizes = mesh.sizes(MeshConfig(data=8))
+    sizes = mesh.axis_sizes(MeshConfig(data=8))
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=True)
     assert (placed.shape, placed.axes) == ((17, 16), ((), ("data",)))
     # 5 over 4: the dimension that needs the least padding.
-    sizes = mesh.sizes(MeshConfig(data=4))
+    sizes = mesh.axis_sizes(MeshConfig(data=4))
     placed = placement("embed", (5, 3), ("vocab", "embed"), sizes, zero=True)
     assert (placed.shape, placed.zero_dim, placed.gathered) == ((5, 4), 1, 3)
 
 
 def test_what_cannot_be_padded_is_refused_with_names_and_sizes():
-    sizes = mesh.sizes(MeshConfig(tensor=4))
+    sizes = mesh.axis_sizes(MeshConfig(tensor=4))
     with pytest.raises(UserError, match=r"layers.0.attn.q\[2, 8, 6, 4\]: heads \(6\).*tensor \(4\)"):
         placement("layers.0.attn.q", (2, 8, 6, 4), ("layers", "embed", "heads", "head_dim"), sizes, zero=False)
     with pytest.raises(UserError, match=r"up_bias\[2, 12\].*tensor \(2\) × mesh axis data \(5\)"):
-        placement("up_bias", (2, 12), ("layers", "mlp"), mesh.sizes(MeshConfig(tensor=2, data=5)), zero=True)
+        placement("up_bias", (2, 12), ("layers", "mlp"), mesh.axis_sizes(MeshConfig(tensor=2, data=5)), zero=True)
 
 
 def test_two_axes_on_one_mesh_axis_are_refused():
     with pytest.raises(AssertionError, match="one mesh axis"):
-        placement("x", (4, 4), ("heads", "mlp"), mesh.sizes(MeshConfig(tensor=2)), zero=False)
+        placement("x", (4, 4), ("heads", "mlp"), mesh.axis_sizes(MeshConfig(tensor=2)), zero=False)
 
 
 def test_stages_shard_one_kind_more_each():
@@ -103,7 +103,7 @@ def test_every_rule_names_an_axis_that_a_model_has():
         for spec in jax.tree.leaves(param_specs(model), is_leaf=is_spec)
         for axis in spec.axes
     }
-    assert set(COMPUTE) <= names
+    assert set(TENSOR_RULES) <= names
     assert mesh.UNSHARDED_AXES in names
 
 
@@ -128,8 +128,8 @@ def test_shares_on_a_device_are_what_jax_says():
         model = dataclasses.replace(models.ALL[name], vocab_size=67)
         tree = placements(param_specs(model), config, "weights", mixed=False)
         for placed in jax.tree.leaves(tree, is_leaf=is_placement):
-            shape = mesh.place(devices, placed).shard_shape(placed.shape)
+            shape = mesh.named_sharding(devices, placed).shard_shape(placed.shape)
             size = 1
             for n in shape:
                 size *= n
-            assert placed.elements_per_device(mesh.sizes(config)) == size
+            assert placed.elements_per_device(mesh.axis_sizes(config)) == size

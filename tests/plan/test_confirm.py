@@ -8,21 +8,23 @@ from jaxllm.hardware import detect
 from jaxllm.ledger.compiled.attached import Inspection
 from jaxllm.ledger.rows import Unknown
 from jaxllm.plan import confirm, training
-from jaxllm.plan.space import Space
+from jaxllm.plan.space import SearchSpace
 
-H100 = detect.named("h100")
+H100 = detect.by_name("h100")
 
 
 @pytest.fixture(scope="module")
 def found():
     config = training.base_config("gpt2", 1024, 8, "adamw")
-    space = Space(config, architectures.resolve_config(config), 1, "gpu", ("bf16",), ("float32",), ("full", "none"))
+    space = SearchSpace(
+        config, architectures.resolve_config(config), 1, "gpu", ("bf16",), ("float32",), ("full", "none")
+    )
     return training.search(space, H100, H100.memory_bytes)
 
 
-def told(peak, refused=""):
+def told(peak, oom_message=""):
     unknown = Unknown("not asked")
-    return {"train_step": Inspection({"peak": peak}, unknown, unknown, 1.0, refused)}
+    return {"train_step": Inspection({"peak": peak}, unknown, unknown, 1.0, oom_message)}
 
 
 def test_the_compilers_figure_stands_beside(found):

@@ -9,7 +9,7 @@ from jaxllm.config import Config
 from jaxllm.hardware import detect
 from jaxllm.plan import inference
 
-L4 = detect.named("l4")
+L4 = detect.by_name("l4")
 BUDGET = int(0.95 * L4.memory_bytes)
 
 
@@ -68,7 +68,7 @@ def test_what_would_fit_where_nothing_does():
     assert found.closest is not None
     helping = {remedy.flags.partition("=")[0]: remedy for remedy in inference.remedies(found, 0.05)}
     device = helping["--device"].flags.partition("=")[2]
-    assert detect.named(device).memory_bytes * 0.95 >= helping["--device"].peak_bytes
+    assert detect.by_name(device).memory_bytes * 0.95 >= helping["--device"].peak_bytes
     assert "--batch" not in helping  # the weights alone do not fit
     tight = search(batches=(6,), weights=("bf16",), caches=("bf16",))
     helping = {remedy.flags.partition("=")[0]: remedy for remedy in inference.remedies(tight, 0.05)}

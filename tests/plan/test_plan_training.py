@@ -17,10 +17,10 @@ from jaxllm.ledger.formula.exact import layout, optimizer_slots
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact import state as states
 from jaxllm.plan import overrides, remedies, space, training
-from jaxllm.plan.space import Choice, Space
+from jaxllm.plan.space import Choice, SearchSpace
 from jaxllm.step.placement import make_layout
 
-H100 = detect.named("h100")
+H100 = detect.by_name("h100")
 REMATS = ("none", "full", "offload:attn_context")
 CHUNKS = ((64, 16), (16, 4))
 
@@ -30,7 +30,7 @@ def _short_chunks():
     """Shortens the chunks, so that a sequence of 64 tokens has several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(space, "CHUNKS", CHUNKS)
-        patch.setattr(space, "LEAST_CHUNK", 4)
+        patch.setattr(space, "MIN_CHUNK", 4)
         yield
 
 
@@ -42,11 +42,11 @@ def run(batch: int = 4, optimizer: str = "adamw", **model) -> Config:
     return config
 
 
-def small(count: int = 4, batch: int = 4, **fields) -> Space:
+def small(count: int = 4, batch: int = 4, **fields) -> SearchSpace:
     config = run(batch)
     model = architectures.resolve_config(config)
     usual = {"precisions": ("bf16",), "moments": ("float32",), "remats": REMATS}
-    return Space(config, model, count, "gpu", **{**usual, **fields})
+    return SearchSpace(config, model, count, "gpu", **{**usual, **fields})
 
 
 def forget():
@@ -56,7 +56,7 @@ def forget():
     states._stored.cache_clear()
 
 
-def every_choice(searched: Space):
+def every_choice(searched: SearchSpace):
     """Yields every combination that the fields of a configuration allow, whether a plan would consider it or not."""
     divisors = [size for size in range(1, searched.count + 1) if searched.count % size == 0]
     meshes = [
@@ -82,7 +82,7 @@ def configured(base: Config, choice: Choice) -> Config:
     return config
 
 
-def brute_force(searched: Space) -> list[tuple[int, tuple, Choice]]:
+def brute_force(searched: SearchSpace) -> list[tuple[int, tuple, Choice]]:
     """Returns (peak, rank, choice) of every valid choice; caches are cleared between choices."""
     found = []
     for choice in every_choice(searched):
@@ -123,8 +123,8 @@ def test_the_best_is_the_best_of_all_that_fit(everything):
 
 
 def test_a_forgotten_stage_is_caught(everything, monkeypatch):
-    meshes = Space.meshes
-    monkeypatch.setattr(Space, "meshes", lambda self: (mesh for mesh in meshes(self) if mesh[3] < 3))
+    meshes = SearchSpace.meshes
+    monkeypatch.setattr(SearchSpace, "meshes", lambda self: (mesh for mesh in meshes(self) if mesh[3] < 3))
     for budget in budgets(everything)[:1]:
         found = training.search(small(), H100, budget)
         assert not found.fitting or found.fitting[0].choice != best_of(everything, budget)
@@ -231,11 +231,11 @@ def test_what_the_trainer_would_refuse_is_not_planned(optimizer):
     """The plan has no choice that the trainer refuses (offloading, a mesh that pads): the best of many starts."""
     config = run(batch=8, optimizer=optimizer, vocab_size=67)
     model = architectures.resolve_config(config)
-    searched = Space(config, model, 4, "gpu", ("bf16", "fp32"), ("float32",), remats=("none", "full"))
+    searched = SearchSpace(config, model, 4, "gpu", ("bf16", "fp32"), ("float32",), remats=("none", "full"))
     found = training.search(searched, H100, 10**12)
     least = training.search(searched, H100, min(verdict.peak_bytes for verdict in found.fitting))
     assert least.fitting
-    refused = 0
+    oom_message = 0
     for family in searched.families():
         for choice in family:
             step_spec = programs.make_step_spec(searched.configured(choice), model, "gpu")
@@ -244,9 +244,9 @@ def test_what_the_trainer_would_refuse_is_not_planned(optimizer):
                     searched.configured(choice), model, step_spec.policy, abstract_mesh(searched.configured(choice))
                 )
             except UserError:
-                refused += 1
+                oom_message += 1
                 assert choice not in {verdict.choice for verdict in (*found.fitting, *least.fitting)}
-    assert refused
+    assert oom_message
 
 
 def test_remedies_fit_and_the_count_is_the_smallest():
@@ -264,7 +264,7 @@ def test_remedies_fit_and_the_count_is_the_smallest():
 def test_what_would_fit_is_typed_as_the_run_was(monkeypatch):
     """A file's fields are changed by --config.…; the plan's own flags for them apply only with a model's name."""
     monkeypatch.setattr(remedies, "_needs", lambda space, budget: 1)
-    monkeypatch.setattr(remedies, "SHORTEST", 1)
+    monkeypatch.setattr(remedies, "MIN_LENGTH", 1)
     found = training.search(small(1), H100, 1)
     length, batch = found.space.length, found.space.base.train.batch_size
     for is_file in (True, False):
@@ -278,7 +278,7 @@ def test_what_would_fit_is_typed_as_the_run_was(monkeypatch):
 
 def test_ten_thousand_candidates_are_judged():
     config = training.base_config("llama3-8b", 8192, 256, "adamw")
-    searched = Space(config, architectures.resolve_config(config), 16, "gpu", ("bf16",), ("float32", "bfloat16"))
+    searched = SearchSpace(config, architectures.resolve_config(config), 16, "gpu", ("bf16",), ("float32", "bfloat16"))
     assert sum(1 for _ in searched.families()) > 0
     found = training.search(searched, H100, int(0.95 * H100.memory_bytes))
     assert found.judged >= 10_000

@@ -82,7 +82,7 @@ inspections = st.builds(
     Inspection,
     figures=st.fixed_dictionaries(dict.fromkeys(NAMES, figure)),
     collectives=st.one_of(st.lists(collective, max_size=3), st.builds(Unknown, st.text())),
-    products=st.one_of(st.fixed_dictionaries({"flops": st.integers(0)}), st.builds(Unknown, st.text())),
+    matmul_counts=st.one_of(st.fixed_dictionaries({"flops": st.integers(0)}), st.builds(Unknown, st.text())),
     seconds=st.integers(0, 10**6).map(lambda milliseconds: milliseconds / 1000),
     refused=st.text(),
 )

@@ -84,7 +84,7 @@ def test_a_forgotten_sum_over_tensor_is_caught(monkeypatch):
     """The tolerance above detects norm gradients that are not summed over the devices that share their tokens."""
     from jaxllm.step import gradients
 
-    monkeypatch.setattr(gradients, "_reduced", lambda g, layout: g)
+    monkeypatch.setattr(gradients, "_reduce_gradients", lambda g, layout: g)
     got = steps.Run(steps.config(mesh_tensor=2), ALL["rotary"]).losses(3)
     assert np.abs(np.subtract(got, one_device("rotary", 3, 1))).max() > 1e-4
 

@@ -153,7 +153,7 @@ def test_workdir_of_another_configuration_is_refused_and_unchanged(corpus, whole
 
 
 def test_two_runs_in_one_workdir(corpus, tmp_path):
-    with workdir_lib.only_run_in(tmp_path), pytest.raises(UserError, match="another run"):
+    with workdir_lib.exclusive_lock(tmp_path), pytest.raises(UserError, match="another run"):
         runs.train(runs.tiny_config(corpus), tmp_path)
 
 

@@ -65,7 +65,7 @@ def test_the_gradient_is_that_of_the_merged_weights():
 
     def through_merged(pairs, scale):
         merged = adapters.merged(model, run.state.frozen, pairs, scale, jnp.float32)
-        return gradients.loss_sums(merged, batch, run.step_spec, gradients.partition_of(run.layout))[0]
+        return gradients.loss_sums(merged, batch, run.step_spec, gradients.make_collectives(run.layout))[0]
 
     def through_adapters(pairs):
         return gradients.accumulate(pairs, batch, run.step_spec, run.layout, 1.0, run.state.frozen)[1]
@@ -113,9 +113,9 @@ def test_meshes_agree_with_one_device(one, fields):
 
 def test_a_mesh_that_forgets_a_sum_is_caught(one, monkeypatch):
     """Planted fault: gradients of adapters that are replicated along `tensor` are not summed over it."""
-    real = gradients._reduced
+    real = gradients._reduce_gradients
     monkeypatch.setattr(
-        gradients, "_reduced", lambda grads, layout: grads if layout.sizes["tensor"] > 1 else real(grads, layout)
+        gradients, "_reduce_gradients", lambda g, layout: g if layout.sizes["tensor"] > 1 else real(g, layout)
     )
     run = steps.Run(config(mesh_tensor=2))
     assert np.abs(np.array(run.losses(5)) - one[0]).max() > 1e-4
@@ -127,7 +127,7 @@ def test_a_mesh_that_forgets_a_sum_is_caught(one, monkeypatch):
 def test_policies(one, policy):
     """Frozen weights are stored in the compute dtype, and only adapters have master weights."""
     run = steps.Run(config(precision_policy=policy, optimizer_name="lion" if policy == "bf16_pure" else "adamw"))
-    frozen, stored = jnp.dtype(run.step_spec.policy.compute), jnp.dtype(run.step_spec.policy.store)
+    frozen, stored = jnp.dtype(run.step_spec.policy.compute_dtype), jnp.dtype(run.step_spec.policy.param_dtype)
     assert {x.dtype for x in jax.tree.leaves(run.state.frozen)} == {frozen}
     assert {x.dtype for x in jax.tree.leaves(run.state.params)} == {stored}
     before = steps.copy(run.state)
@@ -154,7 +154,7 @@ def test_experts_with_adapters_of_attention():
     run = steps.Run(config(("q", "v", "out")), models.EXPERTS)
     batch = steps.batch(run.config, run.model, 0)
     noise = _noise(run)
-    collectives = gradients.partition_of(run.layout)
+    collectives = gradients.make_collectives(run.layout)
 
     def loss(pairs, frozen):
         variables = adapters.joined(frozen, adapters.scaled(pairs, run.step_spec.adapter_scale))

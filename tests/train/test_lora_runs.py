@@ -162,9 +162,9 @@ def test_a_run_with_adapters_is_a_source_too(plain, tmp_path):
     assert losses[0] < plain[2][0]
 
 
-def refusal(match, model=MODEL, **fields):
+def oom_inspection(match, model=MODEL, **fields):
     made = runs.tiny_config("unused")
-    made.model, made.init_from = architectures.listed("m", model), "somewhere"
+    made.model, made.init_from = architectures.explicit_config("m", model), "somewhere"
     made.lora.rank = 4
     for name, value in fields.items():
         setattr(made.lora, name, value)
@@ -173,16 +173,18 @@ def refusal(match, model=MODEL, **fields):
 
 
 def test_refusals(source, tmp_path):
-    refusal(r"names 'w', which is no projection; did you mean '\w+'\?", targets=("q", "w"))
-    refusal(r"names 'gate' and config.model.mlp is 'gelu'", dataclasses.replace(MODEL, mlp="gelu"), targets=("gate",))
+    oom_inspection(r"names 'w', which is no projection; did you mean '\w+'\?", targets=("q", "w"))
+    oom_inspection(
+        r"names 'gate' and config.model.mlp is 'gelu'", dataclasses.replace(MODEL, mlp="gelu"), targets=("gate",)
+    )
     experts = dataclasses.replace(MODEL, experts=4, experts_per_token=2)
-    refusal(r"names 'up', of which each of the 4 experts", experts, targets=("q", "up"))
-    refusal(r"config.lora.rank \(17\) is more than the smaller side of q \(16\)", rank=17)
-    refusal(r"config.lora.alpha is 0.0; it must be positive", alpha=0.0)
-    refusal(r"config.lora.alpha is nan", alpha=float("nan"))
-    refusal(r"each once", targets=("q", "q"))
-    refusal(r"each once", targets=())
-    refusal(r"config.lora.rank is -1; it must be at least 0", rank=-1)
+    oom_inspection(r"names 'up', of which each of the 4 experts", experts, targets=("q", "up"))
+    oom_inspection(r"config.lora.rank \(17\) is more than the smaller side of q \(16\)", rank=17)
+    oom_inspection(r"config.lora.alpha is 0.0; it must be positive", alpha=0.0)
+    oom_inspection(r"config.lora.alpha is nan", alpha=float("nan"))
+    oom_inspection(r"each once", targets=("q", "q"))
+    oom_inspection(r"each once", targets=())
+    oom_inspection(r"config.lora.rank is -1; it must be at least 0", rank=-1)
     made = config(source, tmp_path)
     made.init_from = ""
     with pytest.raises(UserError, match=r"config.lora.rank is 4 and config.init_from is empty"):

@@ -47,14 +47,14 @@ def read(keys: Keys, head_dim: int, names: set[str], tensor: Callable[[str], np.
       UserError: the scaling is not supported.
     """
     where = keys.metadata.where
-    turned = keys.size("rope.dimension_count", head_dim)
+    rotated = keys.size("rope.dimension_count", head_dim)
     fields: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
     if keys.family in ("gemma2", "gemma3"):
         # Sliding-window layers have a separate base and are not scaled.
         own = keys.number("rope.freq_base_swa", 10_000.0 if keys.family == "gemma3" else 0.0)
         fields["rope_theta_sliding"] = own
-    if turned != head_dim:
-        fields["rope_dim"] = turned
+    if rotated != head_dim:
+        fields["rope_dim"] = rotated
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
     kind = keys.metadata.get(f"{keys.family}.rope.scaling.type", str) or "linear"
     original = keys.size("rope.scaling.original_context_length", 0)
@@ -76,23 +76,25 @@ def read(keys: Keys, head_dim: int, names: set[str], tensor: Callable[[str], np.
             f"{where}: {keys.family}.rope.scaling.type is {kind!r}; those that are read: none, linear, yarn, longrope"
         )
     if {_LONG, _SHORT} <= names:
-        return fields | _longrope(keys, turned, original, tensor)
+        return fields | _longrope(keys, rotated, original, tensor)
     keys.only("rope.scaling.attn_factor", 1.0)
     if kind == "longrope":
         raise UserError(f"{where} has no tensors {_LONG} and {_SHORT}, which its longrope needs; convert it again")
     if _FACTORS in names:
         if "rope_scaling" in fields:
             raise UserError(f"{where} scales its rotary positions by {kind} and by {_FACTORS}; no model does both")
-        fields |= _from_factors(np.asarray(tensor(_FACTORS), np.float64), fields["rope_theta"], turned, original, where)
+        fields |= _from_factors(
+            np.asarray(tensor(_FACTORS), np.float64), fields["rope_theta"], rotated, original, where
+        )
     return fields
 
 
-def _longrope(keys: Keys, turned: int, original: int, tensor: Callable[[str], np.ndarray]) -> dict[str, Any]:
+def _longrope(keys: Keys, rotated: int, original: int, tensor: Callable[[str], np.ndarray]) -> dict[str, Any]:
     """Reads LongRoPE scaling (Phi-3): one factor per rotary pair, for short and for long sequences."""
     where, context = keys.metadata.where, keys.size("context_length")
     factors = {name: tuple(float(str(np.float32(x))) for x in tensor(name).ravel()) for name in (_SHORT, _LONG)}
-    if any(len(numbers) != turned // 2 for numbers in factors.values()) or not original:
-        wanted = f"{turned // 2} factors and an original_context_length"
+    if any(len(numbers) != rotated // 2 for numbers in factors.values()) or not original:
+        wanted = f"{rotated // 2} factors and an original_context_length"
         raise UserError(f"{where}: its longrope wants {wanted}; convert it again")
     scale = context / original
     usual = math.sqrt(1 + math.log(max(scale, 1)) / math.log(original))

@@ -24,7 +24,7 @@ _GPT4O = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Splitting:
+class PreTokenizer:
     """Pre-tokenizer: regular expressions applied in turn, each to the pieces left by the previous one.
 
     Attributes:
@@ -47,18 +47,18 @@ class Splitting:
 
 
 # The first of several names is used for export.
-_GROUPS: dict[str, Splitting] = {
-    "gpt-2 phi-2 mpt olmo jais a.x-4.0 mellum gigachat exaone4 granite-docling trillion": Splitting((_GPT2,)),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b": Splitting((_DIGIT, _GPT2)),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Splitting((_LLAMA3,), True, True),
-    "dbrx smaug-bpe chatglm-bpe": Splitting((_LLAMA3,)),
-    "glm4 glm5": Splitting((_LLAMA3,), True),
-    "qwen2 deepseek-r1-qwen kormo stablelm2 megrez hunyuan solar-open grok-2": Splitting((_QWEN2,)),
-    "tekken": Splitting((_TEKKEN,), True, True),
-    "gpt-4o llama4 kanana2 minimax-m2": Splitting((_GPT4O,)),
-    "falcon": Splitting((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    "deepseek-coder": Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT)),
-    "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+_GROUPS: dict[str, PreTokenizer] = {
+    "gpt-2 phi-2 mpt olmo jais a.x-4.0 mellum gigachat exaone4 granite-docling trillion": PreTokenizer((_GPT2,)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": PreTokenizer((_DIGIT, _GPT2)),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": PreTokenizer((_LLAMA3,), True, True),
+    "dbrx smaug-bpe chatglm-bpe": PreTokenizer((_LLAMA3,)),
+    "glm4 glm5": PreTokenizer((_LLAMA3,), True),
+    "qwen2 deepseek-r1-qwen kormo stablelm2 megrez hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
+    "tekken": PreTokenizer((_TEKKEN,), True, True),
+    "gpt-4o llama4 kanana2 minimax-m2": PreTokenizer((_GPT4O,)),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT)),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 BY_NAME = {name: splitting for names, splitting in _GROUPS.items() for name in names.split()}
 

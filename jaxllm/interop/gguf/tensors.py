@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxllm.config import Architecture
-from jaxllm.interop.rules import Rule, Tensors
+from jaxllm.interop.rules import TensorMapping, Tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Layout:
     fused_gate: bool
 
 
-def rules(model: Architecture, layout: Layout) -> list[Rule]:
+def rules(model: Architecture, layout: Layout) -> list[TensorMapping]:
     """Builds the rules that map every tensor of a file, except constants, to every array of the parameter tree."""
     made = [_plain("token_embd.weight", "embed.tokens")]
     if model.positions == "learned":
@@ -55,7 +55,7 @@ def _layer_norms(model: Architecture) -> list[tuple[str, str]]:
     return norms
 
 
-def _attention(model: Architecture, layout: Layout, layer: int) -> Iterator[Rule]:
+def _attention(model: Architecture, layout: Layout, layer: int) -> Iterator[TensorMapping]:
     D, N, K, H = model.width, model.heads, model.kv_heads, model.head_dim
     heads = {"q": N, "k": K, "v": K}
     kinds = ["weight", "bias"] if model.qkv_bias else ["weight"]
@@ -78,7 +78,7 @@ def _attention(model: Architecture, layout: Layout, layer: int) -> Iterator[Rule
         yield _scale(model, f"blk.{layer}.attn_{name}_norm", f"attn.{name}_norm", layer, shape)
 
 
-def _mlp(model: Architecture, layout: Layout, layer: int) -> Iterator[Rule]:
+def _mlp(model: Architecture, layout: Layout, layer: int) -> Iterator[TensorMapping]:
     D, F, E = model.width, model.mlp_width, model.experts
     suffix = "_exps" if E else ""
     if E:
@@ -138,7 +138,7 @@ class _Rows:
         return rows
 
 
-def _stacked(name: str, paths: tuple[str, ...], parts: list[_Rows], layer: int) -> Rule:
+def _stacked(name: str, paths: tuple[str, ...], parts: list[_Rows], layer: int) -> TensorMapping:
     """Builds the rule of a tensor that holds the rows of one array, or the concatenated rows of several."""
     axis = 1 if parts[0].lead else 0
     cuts = np.cumsum([part.count for part in parts])
@@ -153,20 +153,20 @@ def _stacked(name: str, paths: tuple[str, ...], parts: list[_Rows], layer: int) 
         pieces = [part.save(array) for part, array in zip(parts, arrays, strict=True)]
         return [np.concatenate(pieces, axis) if len(pieces) > 1 else pieces[0]]
 
-    return Rule((name,), paths, layer, load, save)
+    return TensorMapping((name,), paths, layer, load, save)
 
 
-def _plain(name: str, path: str, layer: int | None = None) -> Rule:
-    return Rule((name,), (path,), layer)
+def _plain(name: str, path: str, layer: int | None = None) -> TensorMapping:
+    return TensorMapping((name,), (path,), layer)
 
 
-def _norm(model: Architecture, name: str, path: str, layer: int | None) -> Iterator[Rule]:
+def _norm(model: Architecture, name: str, path: str, layer: int | None) -> Iterator[TensorMapping]:
     yield _scale(model, name, path, layer, (model.width,))
     if model.norm == "layernorm":
         yield _plain(f"{name}.bias", f"{path}.bias", layer)
 
 
-def _scale(model: Architecture, name: str, path: str, layer: int | None, shape: tuple[int, ...]) -> Rule:
+def _scale(model: Architecture, name: str, path: str, layer: int | None, shape: tuple[int, ...]) -> TensorMapping:
     plus_one = model.norm == "rmsnorm_plus_one"
 
     def load(tensors: Tensors) -> Tensors:
@@ -175,7 +175,7 @@ def _scale(model: Architecture, name: str, path: str, layer: int | None, shape: 
     def save(arrays: Tensors) -> Tensors:
         return [(_plus_one(arrays[0]) if plus_one else arrays[0]).reshape(-1)]
 
-    return Rule((f"{name}.weight",), (f"{path}.scale",), layer, load, save)
+    return TensorMapping((f"{name}.weight",), (f"{path}.scale",), layer, load, save)
 
 
 def _minus_one(tensor: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Architecture
-from jaxllm.interop.rules import Rule, Tensors
+from jaxllm.interop.rules import TensorMapping, Tensors
 
 # Constants in old checkpoints: RoPE frequencies and GPT-2's causal masks.
 CONSTANTS = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
@@ -38,7 +38,7 @@ def find_head(names: Collection[str]) -> str:
     return next((name for name in _HEADS if name in names), _HEADS[0])
 
 
-def make(model: Architecture, family: str, prefix: str | None = None, head: str = _HEADS[0]) -> list[Rule]:
+def make(model: Architecture, family: str, prefix: str | None = None, head: str = _HEADS[0]) -> list[TensorMapping]:
     """Builds the rules of all tensors, in the order of the layers.
 
     Args:
@@ -50,21 +50,21 @@ def make(model: Architecture, family: str, prefix: str | None = None, head: str 
     if prefix is None:
         prefix = "transformer." if family == "gpt2" else "model."
     of_layer = _gpt2_layer if family == "gpt2" else _llama_layer
-    rules = [Rule((embedding_name(family, prefix),), ("embed.tokens",))]
+    rules = [TensorMapping((embedding_name(family, prefix),), ("embed.tokens",))]
     if model.positions == "learned":
-        rules.append(Rule((f"{prefix}wpe.weight",), ("embed.positions",)))
+        rules.append(TensorMapping((f"{prefix}wpe.weight",), ("embed.positions",)))
     for layer in range(model.layers):
         rules += of_layer(model, family, layer, prefix)
     rules += _norm(prefix + ("ln_f" if family == "gpt2" else "norm"), "final_norm", None, family)
     if not model.tied_embeddings:
-        rules.append(Rule((head,), ("head",)))
+        rules.append(TensorMapping((head,), ("head",)))
     return rules
 
 
-def _norm(name: str, path: str, layer: int | None, family: str) -> Iterator[Rule]:
-    yield Rule((f"{name}.weight",), (f"{path}.scale",), layer)
+def _norm(name: str, path: str, layer: int | None, family: str) -> Iterator[TensorMapping]:
+    yield TensorMapping((f"{name}.weight",), (f"{path}.scale",), layer)
     if family == "gpt2":
-        yield Rule((f"{name}.bias",), (f"{path}.bias",), layer)
+        yield TensorMapping((f"{name}.bias",), (f"{path}.bias",), layer)
 
 
 def _each(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensors], Tensors]:
@@ -101,29 +101,29 @@ def _flat(*shape: int) -> dict[str, Any]:
 _TRANSPOSED: dict[str, Any] = {"load": _transposed, "save": _transposed}
 
 
-def _llama_layer(model: Architecture, family: str, layer: int, prefix: str) -> Iterator[Rule]:
+def _llama_layer(model: Architecture, family: str, layer: int, prefix: str) -> Iterator[TensorMapping]:
     at = f"{prefix}layers.{layer}."
     yield from _norms(model, family, layer, at)
     yield from _attention(model, family, layer, f"{at}self_attn.")
     if model.experts:
         yield from _experts(model, family, layer, at)
     elif family == "phi3":
-        yield Rule(
+        yield TensorMapping(
             (f"{at}mlp.gate_up_proj.weight",),
             ("mlp.gate", "mlp.up"),
             layer,
             load=lambda tensors: [x.T for x in np.split(tensors[0], 2)],
             save=lambda arrays: [np.concatenate([x.T for x in arrays])],
         )
-        yield Rule((f"{at}mlp.down_proj.weight",), ("mlp.down",), layer, **_TRANSPOSED)
+        yield TensorMapping((f"{at}mlp.down_proj.weight",), ("mlp.down",), layer, **_TRANSPOSED)
     else:
         for name in ("gate", "up", "down"):
-            yield Rule((f"{at}mlp.{name}_proj.weight",), (f"mlp.{name}",), layer, **_TRANSPOSED)
+            yield TensorMapping((f"{at}mlp.{name}_proj.weight",), (f"mlp.{name}",), layer, **_TRANSPOSED)
             if model.mlp_bias:
-                yield Rule((f"{at}mlp.{name}_proj.bias",), (f"mlp.{name}_bias",), layer)
+                yield TensorMapping((f"{at}mlp.{name}_proj.bias",), (f"mlp.{name}_bias",), layer)
 
 
-def _norms(model: Architecture, family: str, layer: int, at: str) -> Iterator[Rule]:
+def _norms(model: Architecture, family: str, layer: int, at: str) -> Iterator[TensorMapping]:
     names = {
         "pre": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
         "post": {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
@@ -138,7 +138,7 @@ def _norms(model: Architecture, family: str, layer: int, at: str) -> Iterator[Ru
         yield from _norm(at + name, path, layer, family)
 
 
-def _attention(model: Architecture, family: str, layer: int, at: str) -> Iterator[Rule]:
+def _attention(model: Architecture, family: str, layer: int, at: str) -> Iterator[TensorMapping]:
     N, K, H = model.heads, model.kv_heads, model.head_dim
     heads = {"q": N, "k": K, "v": K}
     if family == "phi3":
@@ -152,35 +152,35 @@ def _attention(model: Architecture, family: str, layer: int, at: str) -> Iterato
         def joined(arrays: Tensors) -> Tensors:
             return [np.concatenate([part["save"]([x])[0] for part, x in zip(parts, arrays, strict=True)])]
 
-        yield Rule((f"{at}qkv_proj.weight",), ("attn.q", "attn.k", "attn.v"), layer, split, joined)
+        yield TensorMapping((f"{at}qkv_proj.weight",), ("attn.q", "attn.k", "attn.v"), layer, split, joined)
     else:
         for name, n in heads.items():
-            yield Rule((f"{at}{name}_proj.weight",), (f"attn.{name}",), layer, **_out_of(n, H))
+            yield TensorMapping((f"{at}{name}_proj.weight",), (f"attn.{name}",), layer, **_out_of(n, H))
             if model.qkv_bias:
-                yield Rule((f"{at}{name}_proj.bias",), (f"attn.{name}_bias",), layer, **_flat(n, H))
-    yield Rule((f"{at}o_proj.weight",), ("attn.out",), layer, **_into(N, H))
+                yield TensorMapping((f"{at}{name}_proj.bias",), (f"attn.{name}_bias",), layer, **_flat(n, H))
+    yield TensorMapping((f"{at}o_proj.weight",), ("attn.out",), layer, **_into(N, H))
     if model.out_bias:
-        yield Rule((f"{at}o_proj.bias",), ("attn.out_bias",), layer)
+        yield TensorMapping((f"{at}o_proj.bias",), ("attn.out_bias",), layer)
     if model.qk_norm:
         for name in ("q", "k"):
             shape = (heads[name], H) if model.qk_norm_over == "projection" else (H,)
-            yield Rule((f"{at}{name}_norm.weight",), (f"attn.{name}_norm.scale",), layer, **_flat(*shape))
+            yield TensorMapping((f"{at}{name}_norm.weight",), (f"attn.{name}_norm.scale",), layer, **_flat(*shape))
 
 
-def _experts(model: Architecture, family: str, layer: int, at: str) -> Iterator[Rule]:
+def _experts(model: Architecture, family: str, layer: int, at: str) -> Iterator[TensorMapping]:
     at += "block_sparse_moe." if family == "mixtral" else "mlp."
     names = {"gate": "w1", "up": "w3", "down": "w2"} if family == "mixtral" else {n: f"{n}_proj" for n in _MLP}
-    yield Rule((f"{at}gate.weight",), ("mlp.router",), layer, **_TRANSPOSED)
+    yield TensorMapping((f"{at}gate.weight",), ("mlp.router",), layer, **_TRANSPOSED)
     for expert in range(model.experts):
         for ours, name in names.items():
             theirs = f"{at}experts.{expert}.{name}.weight"
-            yield Rule((theirs,), (f"mlp.{ours}",), layer, **_TRANSPOSED, expert=expert)
+            yield TensorMapping((theirs,), (f"mlp.{ours}",), layer, **_TRANSPOSED, expert=expert)
 
 
 _MLP = ("gate", "up", "down")
 
 
-def _gpt2_layer(model: Architecture, family: str, layer: int, prefix: str) -> Iterator[Rule]:
+def _gpt2_layer(model: Architecture, family: str, layer: int, prefix: str) -> Iterator[TensorMapping]:
     at, N, H = f"{prefix}h.{layer}.", model.heads, model.head_dim
     yield from _norm(f"{at}ln_1", "attn_norm", layer, family)
     yield from _norm(f"{at}ln_2", "mlp_norm", layer, family)
@@ -192,16 +192,16 @@ def _gpt2_layer(model: Architecture, family: str, layer: int, prefix: str) -> It
     def joined(arrays: Sequence[np.ndarray]) -> Tensors:
         return [np.concatenate([x.reshape(*x.shape[:-2], N * H) for x in arrays], axis=-1)]
 
-    yield Rule((f"{at}attn.c_attn.weight",), paths, layer, split, joined)
-    yield Rule((f"{at}attn.c_attn.bias",), tuple(f"{path}_bias" for path in paths), layer, split, joined)
-    yield Rule(
+    yield TensorMapping((f"{at}attn.c_attn.weight",), paths, layer, split, joined)
+    yield TensorMapping((f"{at}attn.c_attn.bias",), tuple(f"{path}_bias" for path in paths), layer, split, joined)
+    yield TensorMapping(
         (f"{at}attn.c_proj.weight",),
         ("attn.out",),
         layer,
         load=_each(lambda x: x.reshape(N, H, x.shape[-1])),
         save=_each(lambda x: x.reshape(N * H, x.shape[-1])),
     )
-    yield Rule((f"{at}attn.c_proj.bias",), ("attn.out_bias",), layer)
+    yield TensorMapping((f"{at}attn.c_proj.bias",), ("attn.out_bias",), layer)
     for name, ours in (("c_fc", "up"), ("c_proj", "down")):
-        yield Rule((f"{at}mlp.{name}.weight",), (f"mlp.{ours}",), layer)
-        yield Rule((f"{at}mlp.{name}.bias",), (f"mlp.{ours}_bias",), layer)
+        yield TensorMapping((f"{at}mlp.{name}.weight",), (f"mlp.{ours}",), layer)
+        yield TensorMapping((f"{at}mlp.{name}.bias",), (f"mlp.{ours}_bias",), layer)

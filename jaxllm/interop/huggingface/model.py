@@ -15,7 +15,7 @@ from jaxllm.interop import rules
 from jaxllm.interop.huggingface import config_file, folder_rules, folder_tokenizer
 from jaxllm.interop.huggingface.safetensors_files import TensorFiles, write
 from jaxllm.interop.pretrained import Pretrained
-from jaxllm.interop.rules import Rule
+from jaxllm.interop.rules import TensorMapping
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -63,7 +63,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def _rules(model: Architecture, family: str, files: TensorFiles, images: bool, folder: pathlib.Path) -> list[Rule]:
+def _rules(
+    model: Architecture, family: str, files: TensorFiles, images: bool, folder: pathlib.Path
+) -> list[TensorMapping]:
     names = files.entries.keys()
     prefix, head = folder_rules.find_prefix(family, names), folder_rules.find_head(names)
     made = folder_rules.make(model, family, prefix, head)
@@ -78,7 +80,12 @@ def _rules(model: Architecture, family: str, files: TensorFiles, images: bool, f
 
 
 def _check_names(
-    made: list[Rule], names: Collection[str], folder: pathlib.Path, ignored: set[str], model: Architecture, head: str
+    made: list[TensorMapping],
+    names: Collection[str],
+    folder: pathlib.Path,
+    ignored: set[str],
+    model: Architecture,
+    head: str,
 ) -> None:
     try:
         rules.check(made, names, str(folder), ignored)

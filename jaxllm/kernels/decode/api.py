@@ -18,7 +18,7 @@ from jaxllm.kernels.decode import int8 as decode_int8
 from jaxllm.kernels.decode import slots as decode_slots
 from jaxllm.kernels.decode import tpu as decode_tpu
 
-MOST_TOKENS = 8  # new tokens per row; more is a prefill
+MAX_TOKENS = 8  # new tokens per row; more is a prefill
 
 
 def decode_attention(
@@ -140,8 +140,8 @@ def _check(q: Array, k: Array, v: Array, k_scale: Array | None, v_scale: Array |
     B, T, N, H = q.shape
     if k.ndim != 5 or v.shape != k.shape or (k.shape[1], k.shape[4]) != (B, H) or N % k.shape[2]:
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} do not belong together (with `layer`: stacks)")
-    if not 1 <= T <= MOST_TOKENS:
-        raise ValueError(f"{T} new tokens a row; decode attention takes 1 to {MOST_TOKENS}")
+    if not 1 <= T <= MAX_TOKENS:
+        raise ValueError(f"{T} new tokens a row; decode attention takes 1 to {MAX_TOKENS}")
     if (k.dtype == jnp.int8) != (k_scale is not None and v_scale is not None) or k.dtype != v.dtype:
         raise ValueError(f"a cache of {k.dtype} and {v.dtype}: int8 comes with k_scale and v_scale, others without")
     for x in (k_scale, v_scale):

@@ -18,16 +18,16 @@ from jaxllm.config.attention import DECODE_HEAD_MULTIPLE
 from jaxllm.kernels.decode import slots as decode_slots
 
 # Large, but the difference of two such values is finite.
-MASKED = -1e30
-LEAST = DECODE_HEAD_MULTIPLE  # minimum size of each matmul dimension
-_MOST_ROWS = 64  # queries per program
+MASK_VALUE = -1e30
+M_INIT = DECODE_HEAD_MULTIPLE  # minimum size of each matmul dimension
+_MAX_ROWS = 64  # queries per program
 _PROGRAMS = 264  # two per multiprocessor of an H100
 _TILE_BYTES = 16 * 2**10  # bytes of keys per step
 
 
 def split_count(batch: int, kv_heads: int, queries: int, slots: int, block: int) -> int:
     """Returns the number of splits per row: enough programs to fill the device, with about two steps or more each."""
-    alone = batch * kv_heads * pl.cdiv(queries, _MOST_ROWS)
+    alone = batch * kv_heads * pl.cdiv(queries, _MAX_ROWS)
     return max(1, min(pl.cdiv(_PROGRAMS, alone), pl.cdiv(slots, 2 * block)))
 
 
@@ -56,8 +56,8 @@ def parts_of(head_dim: int) -> list[tuple[int, int]]:
     Raises:
       ValueError: head_dim is not a multiple of 16, the minimum for a tensor core.
     """
-    if head_dim % LEAST:
-        raise ValueError(f"head_dim is {head_dim}; on GPUs decode attention takes multiples of {LEAST}")
+    if head_dim % M_INIT:
+        raise ValueError(f"head_dim is {head_dim}; on GPUs decode attention takes multiples of {M_INIT}")
     sizes = [2**bit for bit in range(head_dim.bit_length() - 1, -1, -1) if head_dim & 2**bit]
     return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
@@ -102,7 +102,7 @@ def partials(
         raise ValueError(f"an int8 cache of {k.size} elements cannot be indexed: take fewer than 2**31 or over 2**32")
     block = block_length(H, max(q.dtype.itemsize, k.dtype.itemsize))
     splits = split_count(B, K, R, S, block)
-    rows = min(max(pl.next_power_of_2(R), LEAST), _MOST_ROWS)
+    rows = min(max(pl.next_power_of_2(R), M_INIT), _MAX_ROWS)
     kernel = functools.partial(
         _kernel,
         block=block,
@@ -190,7 +190,7 @@ def _kernel(
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
         seen = decode_slots.visible(slot[None, :], position, length, S, window)
-        scores = jnp.where(seen, scores, MASKED)
+        scores = jnp.where(seen, scores, MASK_VALUE)
         new_biggest = jnp.maximum(m, scores.max(1))
         weights = jnp.where(seen, jnp.exp(scores - new_biggest[:, None]), 0.0)
         alpha = jnp.exp(m - new_biggest)
@@ -202,7 +202,7 @@ def _kernel(
         return new_biggest, total, [x * alpha[:, None] + y for x, y in zip(acc, added, strict=True)]
 
     nothing = (
-        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.full((rows,), MASK_VALUE, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         [jnp.zeros((rows, size), jnp.float32) for _, size in parts],
     )

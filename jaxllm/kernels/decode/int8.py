@@ -18,6 +18,6 @@ def quantize(x: Float[Array, "*batch H"]) -> tuple[Int8[Array, "*batch H"], Floa
     return jnp.clip(jnp.round(steps), -_LARGEST, _LARGEST).astype(jnp.int8), scale
 
 
-def dequantize(numbers: Int8[Array, "*batch H"], scale: Float[Array, "*batch"]) -> Float[Array, "*batch H"]:
+def dequantize(values: Int8[Array, "*batch H"], scale: Float[Array, "*batch"]) -> Float[Array, "*batch H"]:
     """Dequantizes int8 values to float32: numbers · scale."""
-    return numbers.astype(jnp.float32) * scale[..., None]
+    return values.astype(jnp.float32) * scale[..., None]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.kernels.decode import slots as decode_slots
 
 # Large, but the difference of two such values is finite.
-MASKED = -1e30
+MASK_VALUE = -1e30
 LANES = 128
 _BLOCK_BYTES = 2**20  # keys per step; VMEM has four such buffers, two for keys and two for values
 _SCORES_BYTES = 2**20
@@ -83,8 +83,8 @@ def partials(
     B, K, R, H = q.shape
     S = k.shape[3]
     block = block_length(K, R, H, max(k.dtype.itemsize, 2), S)
-    turned = slots_last(H)
-    if turned:
+    transposed = slots_last(H)
+    if transposed:
         k, v = k.swapaxes(3, 4), v.swapaxes(3, 4)
     splits = split_count(B, S, block)
     steps = pl.cdiv(pl.cdiv(S, block), splits)
@@ -92,7 +92,7 @@ def partials(
         _kernel,
         block=block,
         slots=S,
-        turned=turned,
+        transposed=transposed,
         tokens=tokens,
         window=window,
         scale=scale,
@@ -106,7 +106,7 @@ def partials(
 
     def cached(b: Any, split: Any, step: Any, lengths_ref: Any, layer_ref: Any) -> tuple[Any, ...]:
         at = place(b, split, step, lengths_ref)
-        return (layer_ref[0], b, 0, 0, at) if turned else (layer_ref[0], b, 0, at, 0)
+        return (layer_ref[0], b, 0, 0, at) if transposed else (layer_ref[0], b, 0, at, 0)
 
     def cached_scales(b: Any, split: Any, step: Any, lengths_ref: Any, layer_ref: Any) -> tuple[Any, ...]:
         return layer_ref[0], b, 0, place(b, split, step, lengths_ref)
@@ -114,7 +114,7 @@ def partials(
     def of_split(b: Any, split: Any, step: Any, *_: Any) -> tuple[Any, ...]:
         return b, split, 0, 0, 0
 
-    kv_block = pl.BlockSpec((None, None, K, *((H, block) if turned else (block, H))), cached)
+    kv_block = pl.BlockSpec((None, None, K, *((H, block) if transposed else (block, H))), cached)
     acc, m, total = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -170,7 +170,7 @@ def _kernel(
     *refs: Any,
     block: int,
     slots: int,
-    turned: bool,
+    transposed: bool,
     tokens: int,
     window: int,
     scale: float,
@@ -184,12 +184,12 @@ def _kernel(
     length = lengths_ref[pl.program_id(0)]
     low, high = _share(length, split, tokens=tokens, slots=slots, window=window, block=block, splits=splits)
 
-    letters, slot_dim = ("khs", 2) if turned else ("ksh", 1)
+    letters, slot_dim = ("khs", 2) if transposed else ("ksh", 1)
 
     @pl.when(step == 0)
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        max_ref[...] = jnp.full_like(max_ref, MASKED)
+        max_ref[...] = jnp.full_like(max_ref, MASK_VALUE)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     @pl.when(low + step < high)
@@ -207,7 +207,7 @@ def _kernel(
         row = jax.lax.broadcasted_iota(jnp.int32, (R, 1), 0)
         position = length - tokens + decode_slots.query_tokens(row, tokens, R // tokens)
         seen = decode_slots.visible(slot, position, length, slots, window)[None]
-        scores = jnp.where(seen, scores, MASKED)
+        scores = jnp.where(seen, scores, MASK_VALUE)
         m = jnp.maximum(max_ref[...], scores.max(-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - m), 0.0)
         alpha = jnp.exp(max_ref[...] - m)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from jaxllm.kernels.decode import tpu as decode_tpu
 
 _SUBLANES = 32  # rows of a tile of 1-byte elements; tiles of wider elements have fewer
-_MOST_TOKENS = 128  # tokens per row and call; all of them are in VMEM
+_MAX_TOKENS = 128  # tokens per row and call; all of them are in VMEM
 _NOWHERE = -1
 
 
@@ -47,8 +47,8 @@ def write_tokens(
     """
     S = next(iter(stacks.values())).shape[3]
     slot = jnp.where(slot < S, slot, _NOWHERE)
-    for begin in range(0, slot.shape[1], _MOST_TOKENS):
-        part = slice(begin, begin + _MOST_TOKENS)
+    for begin in range(0, slot.shape[1], _MAX_TOKENS):
+        part = slice(begin, begin + _MAX_TOKENS)
         news = {name: x[:, :, part] for name, x in tokens.items()}
         stacks = _write(stacks, news, layer, slot[:, part], interpret)
     return stacks
@@ -60,7 +60,7 @@ def _write(
     B, T = slot.shape
     parts = [_part(stack, T) for stack in stacks.values()]
     S = next(iter(stacks.values())).shape[3]
-    turned = [part.turn(stack) for part, stack in zip(parts, stacks.values(), strict=True)]
+    transposed = [part.transpose(stack) for part, stack in zip(parts, stacks.values(), strict=True)]
     news = [tokens[name].reshape(part.token) for part, name in zip(parts, stacks, strict=True)]
     # Slot of the first written token of each row.
     first = jnp.take_along_axis(slot, jnp.argmax(slot != _NOWHERE, axis=1)[:, None], axis=1)[:, 0]
@@ -79,7 +79,9 @@ def _write(
         return pl.BlockSpec((None, *part.token[1:]), lambda b, *_: (b, *[0] * (len(part.token) - 1)))
 
     tiles = [tile(part) for part in parts]
-    moved = sum(2 * B * part.tiles(T, S) * part.size * x.dtype.itemsize for part, x in zip(parts, turned, strict=True))
+    moved = sum(
+        2 * B * part.tiles(T, S) * part.size * x.dtype.itemsize for part, x in zip(parts, transposed, strict=True)
+    )
     out = pl.pallas_call(
         functools.partial(_kernel, tokens=T, slots=S, parts=parts),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -92,15 +94,15 @@ def _write(
             ],
             out_specs=tiles,
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in turned],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in transposed],
         # Input indices count the two scalar arguments and the slots first.
         input_output_aliases={3 + len(parts) + i: i for i in range(len(parts))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
         interpret=interpret,
         name="decode_write",
-    )(first, layer[None], slot[:, None], *news, *turned)
-    return {name: part.turn(x) for name, part, x in zip(stacks, parts, out, strict=True)}
+    )(first, layer[None], slot[:, None], *news, *transposed)
+    return {name: part.transpose(x) for name, part, x in zip(stacks, parts, out, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,7 @@ class _Part:
         """Returns the most tiles that `tokens` consecutive slots can touch, including a wrap around a ring's end."""
         return min(pl.cdiv(tokens - 1, self.width) + (2 if tokens > 1 else 1), pl.cdiv(slots, self.width))
 
-    def turn(self, stack: Array) -> Array:
+    def transpose(self, stack: Array) -> Array:
         return stack.swapaxes(3, 4) if self.swaps else stack
 
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config.attention import KERNEL_DTYPES, LARGEST_HEAD, LEAST_HEAD
+from jaxllm.config.attention import KERNEL_DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from jaxllm.errors import UserError
 from jaxllm.kernels.flash import mosaic_gpu as flash_mosaic_gpu
 from jaxllm.kernels.flash import tpu as flash_tpu
 from jaxllm.kernels.flash import triton as flash_triton
-from jaxllm.kernels.flash.tile import Inputs, Rule
+from jaxllm.kernels.flash.tile import AttentionSpec, Inputs
 from jaxllm.kernels.flash.tile_sizes import Tiles, tiles_for
 
 # Kernels (forward, backward) by platform and backend; a platform's first backend is its default.
@@ -33,7 +33,7 @@ BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = 
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
+class _Launch:
     """Static selection of the kernels, their tiles and interpret mode."""
 
     platform: str
@@ -94,27 +94,27 @@ def flash_attention(
     backend = backend or next(iter(BACKENDS[platform]))
     if backend not in BACKENDS[platform]:
         raise UserError(f"attention on {platform} has the backends {', '.join(BACKENDS[platform])}, not {backend!r}")
-    how = _How(platform, backend, blocks or tiles_for(backend, q.shape[3], q.dtype), interpret)
-    rule = Rule(q.shape[1], k.shape[2], causal, window, scale, softcap)
-    return _attend(Inputs(q, k, v, q_segments, k_segments), rule, how)
+    how = _Launch(platform, backend, blocks or tiles_for(backend, q.shape[3], q.dtype), interpret)
+    spec = AttentionSpec(q.shape[1], k.shape[2], causal, window, scale, softcap)
+    return _attend(Inputs(q, k, v, q_segments, k_segments), spec, how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attend(inputs: Inputs, rule: Rule, how: _How) -> Array:
+def _attend(inputs: Inputs, spec: AttentionSpec, how: _Launch) -> Array:
     run, _ = BACKENDS[how.platform][how.backend]
-    return run(inputs, rule, how.tiles, how.interpret)[0]
+    return run(inputs, spec, how.tiles, how.interpret)[0]
 
 
-def _forward(inputs: Inputs, rule: Rule, how: _How) -> tuple[Array, tuple[Inputs, Array, Array]]:
+def _forward(inputs: Inputs, spec: AttentionSpec, how: _Launch) -> tuple[Array, tuple[Inputs, Array, Array]]:
     run, _ = BACKENDS[how.platform][how.backend]
-    out, lse = run(inputs, rule, how.tiles, how.interpret)
+    out, lse = run(inputs, spec, how.tiles, how.interpret)
     out, lse = checkpoint_name(out, "attn_context"), checkpoint_name(lse, "attn_lse")
     return out, (inputs, out, lse)
 
 
-def _backward(rule: Rule, how: _How, saved: tuple[Inputs, Array, Array], change: Array) -> tuple[Inputs]:
+def _backward(spec: AttentionSpec, how: _Launch, saved: tuple[Inputs, Array, Array], d_out: Array) -> tuple[Inputs]:
     _, run = BACKENDS[how.platform][how.backend]
-    return (Inputs(*run(*saved, change, rule, how.tiles, how.interpret)),)
+    return (Inputs(*run(*saved, d_out, spec, how.tiles, how.interpret)),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -144,9 +144,9 @@ def _require(
         raise UserError(f"attention kernels take q [B,T,N,H], k and v [B,K,S,H], not {shapes}")
     if N % K:
         raise UserError(f"{N} query heads are not a multiple of {K} key heads ({shapes})")
-    if not LEAST_HEAD <= H <= LARGEST_HEAD:
+    if not MIN_HEAD_DIM <= H <= MAX_HEAD_DIM:
         raise UserError(
-            f"attention kernels are for head_dim {LEAST_HEAD} to {LARGEST_HEAD}, not {H}; use implementation=xla"
+            f"attention kernels are for head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {H}; use implementation=xla"
         )
     if not q.dtype == k.dtype == v.dtype or str(jnp.dtype(q.dtype)) not in KERNEL_DTYPES[platform]:
         raise UserError(

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.errors import UserError
 from jaxllm.kernels.flash.spans import key_spans, loop
-from jaxllm.kernels.flash.tile import EMPTY, HIDDEN, LEAST, LN_2, Index, Inputs, Rule, key_head
+from jaxllm.kernels.flash.tile import EMPTY_LSE, LN_2, M_INIT, MASK_VALUE, AttentionSpec, Index, Inputs, key_head
 from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 HEADS = (64, 128, 192, 256)
@@ -40,7 +40,7 @@ _SWIZZLE_BYTES = 128
 
 def forward(
     inputs: Inputs,
-    rule: Rule,
+    spec: AttentionSpec,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
@@ -65,7 +65,7 @@ def forward(
 
     def flash_attention(*refs: Any) -> None:
         body = functools.partial(
-            _block, refs, rule=rule, tile=tile, group=inputs.group, last=last, machine=_Machine(not interpret)
+            _block, refs, spec=spec, tile=tile, group=inputs.group, last=last, machine=_Machine(not interpret)
         )
         pl.run_scoped(body, _scratch(tile, H, dtype, groups, inputs.segmented), collective_axes="group")
 
@@ -77,7 +77,7 @@ def forward(
         num_threads=groups + 1,
         thread_name="group",
         # The approximate tanh has an error of 5e-4; with a softcap of 30 that is 1.5 % of a weight.
-        compiler_params=plgpu.CompilerParams(approx_math=not rule.softcap),
+        compiler_params=plgpu.CompilerParams(approx_math=not spec.softcap),
         interpret=_interpreter() if interpret else None,
     )(*operands)
     return out[:, :T], lse[:, :, :T]
@@ -218,7 +218,14 @@ def _scratch(tile: Tile, head_dim: int, dtype: Any, groups: int, segmented: bool
 
 
 def _block(
-    refs: tuple[Any, ...], scratch: _Scratch, *, rule: Rule, tile: Tile, group: int, last: int, machine: _Machine
+    refs: tuple[Any, ...],
+    scratch: _Scratch,
+    *,
+    spec: AttentionSpec,
+    tile: Tile,
+    group: int,
+    last: int,
+    machine: _Machine,
 ) -> None:
     """Computes the output of `tile.queries` queries of one head in one thread block."""
     q_ref, k_ref, v_ref, *segment_refs, out_ref, lse_ref = refs
@@ -227,7 +234,7 @@ def _block(
     # Under a causal mask the last queries have the most work, so they start first.
     start = (last - lax.axis_index("tile")) * tile.queries
     # All consumers iterate over the union of their tiles: they alternate, so they need equal iteration counts.
-    spans = key_spans(rule, start, tile, scratch.q_segments is not None)
+    spans = key_spans(spec, start, tile, scratch.q_segments is not None)
     begin, end = spans[0][0], spans[-1][1]
     groups = tile.queries // _ROWS
 
@@ -277,11 +284,11 @@ def _block(
         plgpu.barrier_wait(q_ready)
         if scratch.turn is not None:
             pl.when(worker == 1)(lambda: _meet(scratch))
-        step = functools.partial(_step, scratch=scratch, begin=begin, first=first, rule=rule, machine=machine)
+        step = functools.partial(_step, scratch=scratch, begin=begin, first=first, spec=spec, machine=machine)
         shape = scratch.q.shape[1:]
         nothing = (
             machine.product(jnp.zeros(shape, jnp.float32)),
-            machine.rows(jnp.full(shape[:1], LEAST, jnp.float32)),
+            machine.rows(jnp.full(shape[:1], M_INIT, jnp.float32)),
             machine.rows(jnp.zeros(shape[:1], jnp.float32)),
         )
         acc, m, l = loop(spans, step, nothing)
@@ -290,7 +297,7 @@ def _block(
         empty = l == 0
         whole = jnp.where(empty, 1.0, l)
         scratch.q[worker] = (acc / _across(whole, shape)).astype(out_ref.dtype)
-        scratch.lse[worker] = jnp.where(empty, EMPTY, m * LN_2 + jnp.log(whole))
+        scratch.lse[worker] = jnp.where(empty, EMPTY_LSE, m * LN_2 + jnp.log(whole))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch.q.at[worker], out_ref.at[b, here, n])
         plgpu.copy_smem_to_gmem(scratch.lse.at[worker], lse_ref.at[b, n, here])
@@ -305,7 +312,7 @@ def _step(
     scratch: _Scratch,
     begin: Index,
     first: Index,
-    rule: Rule,
+    spec: AttentionSpec,
     machine: _Machine,
 ) -> tuple[Array, Array, Array]:
     """Processes one tile of keys for the 64 queries of a consumer that start at `first`."""
@@ -320,7 +327,7 @@ def _step(
 
     plgpu.barrier_wait(scratch.k_ready.at[slot])
     shape = (_ROWS, keys)
-    bits = rule.bits(machine.scores(scratch.q.at[worker], scratch.k.at[slot], meet))
+    bits = spec.bits(machine.scores(scratch.q.at[worker], scratch.k.at[slot], meet))
     if masked:
         rows = first + machine.product(lax.broadcasted_iota(jnp.int32, shape, 0))
         columns = j * keys + machine.product(lax.broadcasted_iota(jnp.int32, shape, 1))
@@ -329,7 +336,7 @@ def _step(
             row_segments = _across(machine.rows(scratch.q_segments[worker]), shape)
             column_segments = _down(machine.columns(scratch.k_segments[slot]), shape)
             plgpu.commit_smem()  # fences the reads by the threads from the next TMA write
-        bits = jnp.where(rule.visible(rows, columns, row_segments, column_segments), bits, HIDDEN)
+        bits = jnp.where(spec.visible(rows, columns, row_segments, column_segments), bits, MASK_VALUE)
     plgpu.barrier_arrive(scratch.k_free.at[slot])
     new_m = jnp.maximum(m, bits.max(1))
     weights = jnp.exp2(bits - _across(new_m, shape))

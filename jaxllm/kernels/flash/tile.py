@@ -15,10 +15,10 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 # HIDDEN is the score of a masked key. LEAST, the initial row maximum m, is far above it and far below any real score,
 # so the weight exp2(HIDDEN - m) is 0 even in a fully masked row. All three constants are finite in float32.
-HIDDEN = -1e30
-LEAST = -1e20
+MASK_VALUE = -1e30
+M_INIT = -1e20
 # lse of a fully masked row: the weights of such a row in the backward pass are exp2 of about -1e30, which is 0.
-EMPTY = 1e30
+EMPTY_LSE = 1e30
 
 Index = Int[Array, ""] | int
 
@@ -48,7 +48,7 @@ def compute_delta(out: Float[Array, "B T N H"], d_out: Float[Array, "B T N H"]) 
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class AttentionSpec:
     """Static attention parameters: lengths, mask, scale and softcap.
 
     Query t has position t + keys - queries, so the last query is aligned with the last key.

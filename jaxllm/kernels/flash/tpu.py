@@ -20,14 +20,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jaxllm.kernels.flash.tile import (
-    EMPTY,
-    HIDDEN,
-    LEAST,
+    EMPTY_LSE,
     LN_2,
     LOG2_E,
+    M_INIT,
+    MASK_VALUE,
+    AttentionSpec,
     Index,
     Inputs,
-    Rule,
     blocks_of,
     compute_delta,
     key_head,
@@ -39,7 +39,7 @@ LANES = 128
 
 def forward(
     inputs: Inputs,
-    rule: Rule,
+    spec: AttentionSpec,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
@@ -50,13 +50,13 @@ def forward(
     """
     q, k, v, q_segments, k_segments = inputs
     (B, T, N, H), G = q.shape, inputs.group
-    tile = _fit(tiles.forward, rule)
-    specs = _by_queries(rule, tile, G, H)
+    tile = _fit(tiles.forward, spec)
+    specs = _by_queries(spec, tile, G, H)
     out, lse = _call(
-        functools.partial(_forward_kernel, rule=rule, tile=tile),
+        functools.partial(_forward_kernel, spec=spec, tile=tile),
         interpret,
         name="flash_attention",
-        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(rule, tile)),
+        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(spec, tile)),
         in_specs=[specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)],
         out_specs=[specs.queries, specs.statistics],
         out_shape=[jax.ShapeDtypeStruct((B, N, T, H), v.dtype), jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)],
@@ -70,7 +70,7 @@ def backward(
     out: Float[Array, "B T N H"],
     lse: Float[Array, "B N T"],
     d_out: Float[Array, "B T N H"],
-    rule: Rule,
+    spec: AttentionSpec,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
@@ -83,13 +83,13 @@ def backward(
         *(d_out.swapaxes(1, 2), lse[:, :, None], delta[:, :, None]),
     )
 
-    tile = _fit(tiles.dq, rule)
-    specs = _by_queries(rule, tile, G, H)
+    tile = _fit(tiles.dq, spec)
+    specs = _by_queries(spec, tile, G, H)
     (dq,) = _call(
-        functools.partial(_dq_kernel, rule=rule, tile=tile),
+        functools.partial(_dq_kernel, spec=spec, tile=tile),
         interpret,
         name="flash_attention_dq",
-        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(rule, tile)),
+        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(spec, tile)),
         in_specs=[
             *(specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)),
             *(specs.queries, specs.statistics, specs.statistics),
@@ -99,13 +99,13 @@ def backward(
         scratch_shapes=_scratch(tile, H),
     )(*operands)
 
-    tile = _fit(tiles.dkv, rule)
-    specs = _by_keys(rule, tile, G, H)
+    tile = _fit(tiles.dkv, spec)
+    specs = _by_keys(spec, tile, G, H)
     dk, dv = _call(
-        functools.partial(_dkv_kernel, rule=rule, tile=tile, steps=_most_queries(rule, tile)),
+        functools.partial(_dkv_kernel, spec=spec, tile=tile, steps=_most_queries(spec, tile)),
         interpret,
         name="flash_attention_dkv",
-        grid=(B, K, pl.cdiv(S, tile.keys), G * _most_queries(rule, tile)),
+        grid=(B, K, pl.cdiv(S, tile.keys), G * _most_queries(spec, tile)),
         in_specs=[
             *(specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)),
             *(specs.queries, specs.statistics, specs.statistics),
@@ -154,19 +154,19 @@ class _Specs:
         self.key_segments = pl.BlockSpec((None, 1, tile.keys), lambda b, *step: (b, 0, key(*step)[1]))
 
 
-def _by_queries(rule: Rule, tile: Tile, group: int, head_dim: int) -> _Specs:
+def _by_queries(spec: AttentionSpec, tile: Tile, group: int, head_dim: int) -> _Specs:
     def key(n: Index, i: Index, j: Index) -> tuple[Index, Index]:
-        low, m = _key_tiles(rule, tile, i)
+        low, m = _key_tiles(spec, tile, i)
         return key_head(n, group), _clamp(low + j, m)
 
     return _Specs(tile, head_dim, lambda n, i, j: (n, i), key)
 
 
-def _by_keys(rule: Rule, tile: Tile, group: int, head_dim: int) -> _Specs:
-    steps = _most_queries(rule, tile)
+def _by_keys(spec: AttentionSpec, tile: Tile, group: int, head_dim: int) -> _Specs:
+    steps = _most_queries(spec, tile)
 
     def query(h: Index, j: Index, step: Index) -> tuple[Index, Index]:
-        low, m = _query_tiles(rule, tile, j)
+        low, m = _query_tiles(spec, tile, j)
         return h * group + lax.div(step, steps), _clamp(low + lax.rem(step, steps), m)
 
     return _Specs(tile, head_dim, query, lambda h, j, step: (h, j))
@@ -180,34 +180,34 @@ def _row(segments: Array | None) -> Array | None:
     return None if segments is None else segments[:, None]
 
 
-def _fit(tile: Tile, rule: Rule) -> Tile:
+def _fit(tile: Tile, spec: AttentionSpec) -> Tile:
     """Limits the tile to the sequence lengths, rounded up to multiples of 128 lanes."""
-    lengths = zip((tile.queries, tile.keys), (rule.queries, rule.keys), strict=True)
+    lengths = zip((tile.queries, tile.keys), (spec.queries, spec.keys), strict=True)
     return Tile(*(min(size, pl.cdiv(length, LANES) * LANES) for size, length in lengths))
 
 
-def _key_tiles(rule: Rule, tile: Tile, i: Index) -> tuple[Index, Index]:
+def _key_tiles(spec: AttentionSpec, tile: Tile, i: Index) -> tuple[Index, Index]:
     start = i * tile.queries
     end = start + tile.queries
-    end = min(end, rule.queries) if isinstance(end, int) else jnp.minimum(end, rule.queries)
-    return blocks_of(rule.keys_of(start, end), tile.keys)
+    end = min(end, spec.queries) if isinstance(end, int) else jnp.minimum(end, spec.queries)
+    return blocks_of(spec.keys_of(start, end), tile.keys)
 
 
-def _query_tiles(rule: Rule, tile: Tile, j: Index) -> tuple[Index, Index]:
+def _query_tiles(spec: AttentionSpec, tile: Tile, j: Index) -> tuple[Index, Index]:
     start = j * tile.keys
     end = start + tile.keys
-    end = min(end, rule.keys) if isinstance(end, int) else jnp.minimum(end, rule.keys)
-    return blocks_of(rule.queries_of(start, end), tile.queries)
+    end = min(end, spec.keys) if isinstance(end, int) else jnp.minimum(end, spec.keys)
+    return blocks_of(spec.queries_of(start, end), tile.queries)
 
 
-def _most_keys(rule: Rule, tile: Tile) -> int:
+def _most_keys(spec: AttentionSpec, tile: Tile) -> int:
     """Returns the steps of the innermost grid dimension: at least one, because the last step writes the output."""
-    spans = (_key_tiles(rule, tile, i) for i in range(pl.cdiv(rule.queries, tile.queries)))
+    spans = (_key_tiles(spec, tile, i) for i in range(pl.cdiv(spec.queries, tile.queries)))
     return max(1, *(int(m - low) for low, m in spans))
 
 
-def _most_queries(rule: Rule, tile: Tile) -> int:
-    spans = (_query_tiles(rule, tile, j) for j in range(pl.cdiv(rule.keys, tile.keys)))
+def _most_queries(spec: AttentionSpec, tile: Tile) -> int:
+    spans = (_query_tiles(spec, tile, j) for j in range(pl.cdiv(spec.keys, tile.keys)))
     return max(1, *(int(m - low) for low, m in spans))
 
 
@@ -233,26 +233,26 @@ def _forward_kernel(
     l_ref: Any,
     segments_ref: Any,
     *,
-    rule: Rule,
+    spec: AttentionSpec,
     tile: Tile,
 ) -> None:
     i, j = pl.program_id(2), pl.program_id(3)
-    low, end = _key_tiles(rule, tile, i)
+    low, end = _key_tiles(spec, tile, i)
 
     @pl.when(j == 0)
     def begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        m_ref[...] = jnp.full_like(m_ref, LEAST)
+        m_ref[...] = jnp.full_like(m_ref, M_INIT)
         l_ref[...] = jnp.zeros_like(l_ref)
         if q_segments_ref is not None:
             segments_ref[...] = _column(q_segments_ref[...])
 
     @pl.when(low + j < end)
     def step() -> None:
-        v = _clean(v_ref[...], (low + j) * tile.keys, rule.keys)
-        bits = rule.bits(_dot(q_ref[...], k_ref[...], (1, 1)))
-        mask = _visible(rule, tile, i, low + j, segments_ref, k_segments_ref)
-        bits = jnp.where(mask, bits, HIDDEN)
+        v = _clean(v_ref[...], (low + j) * tile.keys, spec.keys)
+        bits = spec.bits(_dot(q_ref[...], k_ref[...], (1, 1)))
+        mask = _visible(spec, tile, i, low + j, segments_ref, k_segments_ref)
+        bits = jnp.where(mask, bits, MASK_VALUE)
         m = m_ref[:, :1]
         new_m = jnp.maximum(m, bits.max(1, keepdims=True))
         weights = jnp.exp2(bits - new_m)
@@ -268,7 +268,7 @@ def _forward_kernel(
         empty = l == 0
         whole = jnp.where(empty, 1.0, l)
         out_ref[...] = (acc_ref[...] / whole[:, :1]).astype(out_ref.dtype)
-        lse = jnp.where(empty, EMPTY, m_ref[...] * LN_2 + jnp.log(whole))
+        lse = jnp.where(empty, EMPTY_LSE, m_ref[...] * LN_2 + jnp.log(whole))
         lse_ref[...] = lse.T[:1]
 
 
@@ -287,11 +287,11 @@ def _dq_kernel(
     lost_ref: Any,
     segments_ref: Any,
     *,
-    rule: Rule,
+    spec: AttentionSpec,
     tile: Tile,
 ) -> None:
     i, j = pl.program_id(2), pl.program_id(3)
-    low, end = _key_tiles(rule, tile, i)
+    low, end = _key_tiles(spec, tile, i)
 
     @pl.when(j == 0)
     def begin() -> None:
@@ -303,18 +303,18 @@ def _dq_kernel(
 
     @pl.when(low + j < end)
     def step() -> None:
-        k = _clean(k_ref[...], (low + j) * tile.keys, rule.keys)
-        bits = rule.bits(_dot(q_ref[...], k, (1, 1)))
-        mask = _visible(rule, tile, i, low + j, segments_ref, k_segments_ref)
-        weights = jnp.exp2(jnp.where(mask, bits, HIDDEN) - m_ref[:, :1])
+        k = _clean(k_ref[...], (low + j) * tile.keys, spec.keys)
+        bits = spec.bits(_dot(q_ref[...], k, (1, 1)))
+        mask = _visible(spec, tile, i, low + j, segments_ref, k_segments_ref)
+        weights = jnp.exp2(jnp.where(mask, bits, MASK_VALUE) - m_ref[:, :1])
         products = _dot(d_out_ref[...], v_ref[...], (1, 1)) - lost_ref[:, :1]
         # Values read past the end are undefined.
-        scores = jnp.where(mask, rule.slope(bits, weights * products), 0.0)
+        scores = jnp.where(mask, spec.slope(bits, weights * products), 0.0)
         acc_ref[...] += _dot(scores.astype(k.dtype), k, (1, 0))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:
-        dq_ref[...] = (acc_ref[...] * rule.scale).astype(dq_ref.dtype)
+        dq_ref[...] = (acc_ref[...] * spec.scale).astype(dq_ref.dtype)
 
 
 def _dkv_kernel(
@@ -332,12 +332,12 @@ def _dkv_kernel(
     dv_acc_ref: Any,
     segments_ref: Any,
     *,
-    rule: Rule,
+    spec: AttentionSpec,
     tile: Tile,
     steps: int,
 ) -> None:
     j, step_of_all = pl.program_id(2), pl.program_id(3)
-    low, end = _query_tiles(rule, tile, j)
+    low, end = _query_tiles(spec, tile, j)
     i = low + lax.rem(step_of_all, steps)
 
     @pl.when(step_of_all == 0)
@@ -350,40 +350,46 @@ def _dkv_kernel(
     @pl.when(i < end)
     def step() -> None:
         # Scores are [keys, queries], so lse and delta can stay rows.
-        q = _clean(q_ref[...], i * tile.queries, rule.queries)
-        d_out = _clean(d_out_ref[...], i * tile.queries, rule.queries)
-        bits = rule.bits(_dot(k_ref[...], q, (1, 1)))
-        mask = _visible(rule, tile, i, j, q_segments_ref, segments_ref, turned=True)
-        weights = jnp.where(mask, jnp.exp2(jnp.where(mask, bits, HIDDEN) - lse_ref[...] * LOG2_E), 0.0)
+        q = _clean(q_ref[...], i * tile.queries, spec.queries)
+        d_out = _clean(d_out_ref[...], i * tile.queries, spec.queries)
+        bits = spec.bits(_dot(k_ref[...], q, (1, 1)))
+        mask = _visible(spec, tile, i, j, q_segments_ref, segments_ref, transposed=True)
+        weights = jnp.where(mask, jnp.exp2(jnp.where(mask, bits, MASK_VALUE) - lse_ref[...] * LOG2_E), 0.0)
         dv_acc_ref[...] += _dot(weights.astype(d_out.dtype), d_out, (1, 0))
         products = _dot(v_ref[...], d_out, (1, 1)) - delta_ref[...]
-        scores = jnp.where(mask, rule.slope(bits, weights * products), 0.0)
+        scores = jnp.where(mask, spec.slope(bits, weights * products), 0.0)
         dk_acc_ref[...] += _dot(scores.astype(q.dtype), q, (1, 0))
 
     @pl.when(step_of_all == pl.num_programs(3) - 1)
     def finish() -> None:
-        dk_ref[...] = (dk_acc_ref[...] * rule.scale).astype(dk_ref.dtype)
+        dk_ref[...] = (dk_acc_ref[...] * spec.scale).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
 
 
 def _visible(
-    rule: Rule, tile: Tile, i: Index, j: Index, row_segments: Any, column_segments: Any, turned: bool = False
+    spec: AttentionSpec,
+    tile: Tile,
+    i: Index,
+    j: Index,
+    row_segments: Any,
+    column_segments: Any,
+    transposed: bool = False,
 ) -> Array:
-    """Returns the mask of a tile as [queries, keys], or as [keys, queries] if `turned`.
+    """Returns the mask of a tile as [queries, keys], or as [keys, queries] if `transposed`.
 
     Segments along the second dimension are a row; those along the first are a column of scratch. `row_segments` belong
     to queries and `column_segments` to keys; either is None if there are no segments.
     """
-    shape, (down, along) = ((tile.keys, tile.queries), (1, 0)) if turned else ((tile.queries, tile.keys), (0, 1))
+    shape, (down, along) = ((tile.keys, tile.queries), (1, 0)) if transposed else ((tile.queries, tile.keys), (0, 1))
     rows = i * tile.queries + lax.broadcasted_iota(jnp.int32, shape, down)
     columns = j * tile.keys + lax.broadcasted_iota(jnp.int32, shape, along)
     if row_segments is None or column_segments is None:
-        mask = rule.visible(rows, columns, None, None)
-    elif turned:
-        mask = rule.visible(rows, columns, row_segments[...], column_segments[:, :1])
+        mask = spec.visible(rows, columns, None, None)
+    elif transposed:
+        mask = spec.visible(rows, columns, row_segments[...], column_segments[:, :1])
     else:
-        mask = rule.visible(rows, columns, row_segments[:, :1], column_segments[...])
-    return mask & (rows < rule.queries) if rule.queries % tile.queries else mask
+        mask = spec.visible(rows, columns, row_segments[:, :1], column_segments[...])
+    return mask & (rows < spec.queries) if spec.queries % tile.queries else mask
 
 
 def _column(row: Array) -> Array:

@@ -19,13 +19,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.kernels.flash.spans import key_spans, loop, query_spans
-from jaxllm.kernels.flash.tile import EMPTY, HIDDEN, LEAST, LN_2, LOG2_E, Index, Inputs, Rule, compute_delta, key_head
+from jaxllm.kernels.flash.tile import (
+    EMPTY_LSE,
+    LN_2,
+    LOG2_E,
+    M_INIT,
+    MASK_VALUE,
+    AttentionSpec,
+    Index,
+    Inputs,
+    compute_delta,
+    key_head,
+)
 from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 
 def forward(
     inputs: Inputs,
-    rule: Rule,
+    rule: AttentionSpec,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
@@ -54,7 +65,7 @@ def backward(
     out: Float[Array, "B T N H"],
     lse: Float[Array, "B N T"],
     d_out: Float[Array, "B T N H"],
-    rule: Rule,
+    rule: AttentionSpec,
     tiles: Tiles,
     interpret: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
@@ -146,7 +157,7 @@ def _forward_kernel(
     out_ref: Any,
     lse_ref: Any,
     *,
-    rule: Rule,
+    rule: AttentionSpec,
     tile: Tile,
     dot: Callable[..., Array],
     last: int,
@@ -167,7 +178,7 @@ def _forward_kernel(
             column_segments = _load_segments(k_segments_ref, first, tile.keys, rule.keys - first)
             columns = first + jnp.arange(tile.keys)
             mask = rule.visible(rows[:, None], columns[None, :], _down(row_segments), _along(column_segments))
-            bits = jnp.where(mask, bits, HIDDEN)
+            bits = jnp.where(mask, bits, MASK_VALUE)
         new_m = jnp.maximum(m, bits.max(1))
         weights = jnp.exp2(bits - new_m[:, None])
         alpha = jnp.exp2(m - new_m)
@@ -175,12 +186,12 @@ def _forward_kernel(
         return acc, new_m, l * alpha + weights.sum(1)
 
     shape = (tile.queries, q_ref.shape[-1])
-    carry = (jnp.zeros(shape, jnp.float32), jnp.full(shape[:1], LEAST, jnp.float32), jnp.zeros(shape[:1], jnp.float32))
+    carry = (jnp.zeros(shape, jnp.float32), jnp.full(shape[:1], M_INIT, jnp.float32), jnp.zeros(shape[:1], jnp.float32))
     carry = loop(key_spans(rule, start, tile, row_segments is not None), step, carry)
     acc, m, l = carry
     empty = l == 0
     out = acc / jnp.where(empty, 1.0, l)[:, None]
-    lse = jnp.where(empty, EMPTY, m * LN_2 + jnp.log(jnp.where(empty, 1.0, l)))
+    lse = jnp.where(empty, EMPTY_LSE, m * LN_2 + jnp.log(jnp.where(empty, 1.0, l)))
     _store_rows(out_ref, out, rule.queries - start, head_dim)
     plgpu.store(lse_ref, lse, mask=rows < rule.queries)
 
@@ -196,7 +207,7 @@ def _dq_kernel(
     delta_ref: Any,
     dq_ref: Any,
     *,
-    rule: Rule,
+    rule: AttentionSpec,
     tile: Tile,
     dot: Callable[..., Array],
     last: int,
@@ -207,7 +218,7 @@ def _dq_kernel(
     q = _Rows(q_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
     d_out = _Rows(d_out_ref, 0, tile.queries, rule.queries - start, head_dim, tile.depth)
     row_segments = _load_segments(q_segments_ref, 0, tile.queries, rule.queries - start)
-    lse = plgpu.load(lse_ref, mask=rows < rule.queries, other=EMPTY) * LOG2_E
+    lse = plgpu.load(lse_ref, mask=rows < rule.queries, other=EMPTY_LSE) * LOG2_E
     delta = plgpu.load(delta_ref, mask=rows < rule.queries, other=0.0)
 
     def step(j: Index, dq: Array, masked: bool) -> Array:
@@ -220,7 +231,7 @@ def _dq_kernel(
             column_segments = _load_segments(k_segments_ref, first, tile.keys, rule.keys - first)
             columns = first + jnp.arange(tile.keys)
             mask = rule.visible(rows[:, None], columns[None, :], _down(row_segments), _along(column_segments))
-            shown = jnp.where(mask, bits, HIDDEN)
+            shown = jnp.where(mask, bits, MASK_VALUE)
         weights = jnp.exp2(shown - lse[:, None])
         scores = rule.slope(bits, weights * (_inner(dot, d_out, v) - delta[:, None]))
         return dq + dot(scores.astype(k_ref.dtype), k.whole(), (1, 0))
@@ -242,7 +253,7 @@ def _dkv_kernel(
     dk_ref: Any,
     dv_ref: Any,
     *,
-    rule: Rule,
+    rule: AttentionSpec,
     tile: Tile,
     dot: Callable[..., Array],
     heads: int,
@@ -263,7 +274,7 @@ def _dkv_kernel(
             here = pl.ds(first, tile.queries)
             q = _Rows(q_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
             d_out = _Rows(d_out_ref, first, tile.queries, rule.queries - first, head_dim, tile.depth, g)
-            lse = plgpu.load(lse_ref.at[g, here], mask=rows < rule.queries, other=EMPTY) * LOG2_E
+            lse = plgpu.load(lse_ref.at[g, here], mask=rows < rule.queries, other=EMPTY_LSE) * LOG2_E
             delta = plgpu.load(delta_ref.at[g, here], mask=rows < rule.queries, other=0.0)
             # Scores are [keys, queries], so the matmuls with change and q below need no transpose.
             bits = rule.bits(_inner(dot, k, q))
@@ -271,7 +282,7 @@ def _dkv_kernel(
             if masked:
                 row_segments = _load_segments(q_segments_ref, first, tile.queries, rule.queries - first)
                 mask = rule.visible(rows[None, :], columns[:, None], _along(row_segments), _down(column_segments))
-                shown = jnp.where(mask, bits, HIDDEN)
+                shown = jnp.where(mask, bits, MASK_VALUE)
             weights = jnp.exp2(shown - lse[None, :])
             dv += dot(weights.astype(d_out_ref.dtype), d_out.whole(), (1, 0))
             scores = rule.slope(bits, weights * (_inner(dot, v, d_out) - delta[None, :]))

@@ -55,12 +55,12 @@ def largest_rows(ledger: Ledger) -> str:
     return ", ".join(f"{row.name} {format_bytes(row.bytes_per_device)}" for row in alive[:_ROWS])
 
 
-def told(error: BaseException) -> str:
+def oom_text(error: BaseException) -> str:
     """Returns the first sentence of an exception, on one line of at most 200 characters."""
     if isinstance(error, MemoryError):
         return f"MemoryError: {error}" if str(error) else "MemoryError"
     text = str(error)
-    return attached.refusal(text, 0.0).refused if _SIGNS[0] in text else " ".join(text.split())[:200]
+    return attached.oom_inspection(text, 0.0).oom_message if _SIGNS[0] in text else " ".join(text.split())[:200]
 
 
 def message(doing: str, error: BaseException, ledger: Ledger, used_by_others: Figure, *more: str) -> str:
@@ -74,12 +74,15 @@ def message(doing: str, error: BaseException, ledger: Ledger, used_by_others: Fi
       more: Last lines of the message: the change that would fit, the checkpoint.
     """
     needs, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
-    lines = [f"out of memory {doing}: {told(error)}", f"predicted peak: {needs} on one device ({ledger.peak_phase})"]
+    lines = [
+        f"out of memory {doing}: {oom_text(error)}",
+        f"predicted peak: {needs} on one device ({ledger.peak_phase})",
+    ]
     if isinstance(capacity, Unknown):
         lines[-1] += f"; what the device has is unknown: {capacity.why}"
     else:
         lines[-1] += f"; the device has {format_bytes(capacity)} for it"
-    by_compiler = attached.refusal(str(error), 0.0).figures["peak"]
+    by_compiler = attached.oom_inspection(str(error), 0.0).figures["peak"]
     if not isinstance(by_compiler, Unknown):
         lines.append(f"the compiler's own figure: {format_bytes(by_compiler)}")
     lines.append(f"largest rows: {largest_rows(ledger)}")

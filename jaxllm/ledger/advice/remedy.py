@@ -28,7 +28,7 @@ from jaxllm.ledger.formula import training_memory
 from jaxllm.ledger.rows import format_bytes
 from jaxllm.step.precision import policy_for
 
-_SHORTEST_CHUNK = 128  # tokens; matmuls with fewer rows underuse the device
+_MIN_CHUNK = 128  # tokens; matmuls with fewer rows underuse the device
 # Configuration field -> new value.
 Change = dict[str, int | str]
 
@@ -101,7 +101,7 @@ def _loss_chunks(config: Config) -> Iterator[Change]:
     tokens = config.train.batch_size * config.data.sequence_length
     tokens //= config.train.accumulate * config.mesh.replica * config.mesh.data
     chunk = min(config.train.loss_chunk, tokens)
-    while (chunk := _half(chunk)) >= _SHORTEST_CHUNK:
+    while (chunk := _half(chunk)) >= _MIN_CHUNK:
         yield {"train.loss_chunk": chunk}
 
 
@@ -111,14 +111,14 @@ def _half(chunk: int) -> int:
 
 
 def _has_scores(config: Config, model: Architecture, device: Device) -> bool:
-    dtype = policy_for(config.precision.policy, device.platform).compute.name
+    dtype = policy_for(config.precision.policy, device.platform).compute_dtype.name
     return attention_choice.resolve(config, model, device.platform, dtype).implementation == "xla"
 
 
 def _attention_chunks(config: Config) -> Iterator[Change]:
     length = config.data.sequence_length
     chunk = config.train.attention_chunk or length
-    while (chunk := _half(chunk)) >= _SHORTEST_CHUNK:
+    while (chunk := _half(chunk)) >= _MIN_CHUNK:
         if length % chunk == 0:
             yield {"train.attention_chunk": chunk}
 

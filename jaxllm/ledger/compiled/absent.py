@@ -68,7 +68,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def inspection_for(program: Program, target: Target, count: int) -> Inspection:
+def inspect_program(program: Program, target: Target, count: int) -> Inspection:
     """Compiles a program for absent devices and inspects it; requirements on its inputs are those of `compile_for`."""
     if target.platform != "tpu":
         return attached.inspect(functools.partial(compile_for, program, target, count))
@@ -111,7 +111,7 @@ def abstract_mesh(config: Config) -> AbstractMesh:
     """Returns the mesh of `mesh.make_mesh` as an AbstractMesh, without devices."""
     # Auto is the default of `Mesh`, but JAX 0.12 gives an AbstractMesh explicit axes by default.
     kinds = (AxisType.Auto,) * len(mesh.AXES)
-    return AbstractMesh(tuple(mesh.sizes(config.mesh).values()), mesh.AXES, axis_types=kinds)
+    return AbstractMesh(tuple(mesh.axis_sizes(config.mesh).values()), mesh.AXES, axis_types=kinds)
 
 
 def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None = None) -> dict[str, Inspection]:
@@ -127,7 +127,7 @@ def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None
         installed.
       RunError: Compilation failed.
     """
-    device = detect.named(name)
+    device = detect.by_name(name)
     if sampling is None:
         mesh.require_count(config.mesh, count)
     require_compiler(device.name, device.compile_target).topology(count)
@@ -160,7 +160,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = overrides.from_dict(request["config"])
         model = architectures.resolve_config(config)
-        device = detect.named(request["device"])
+        device = detect.by_name(request["device"])
         target = require_compiler(device.name, device.compile_target)
         sampling = SamplingSpec(**request["sampling"]) if request["sampling"] else None
         if sampling is None and config.attention.implementation == "cudnn":
@@ -169,7 +169,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
                 "leave out --compile, or set it to auto"
             )
         made = programs_of(config, model, device.platform, abstract_mesh(config), sampling)
-        told = {name: inspection_for(program, target, request["count"]).to_json() for name, program in made.items()}
+        told = {name: inspect_program(program, target, request["count"]).to_json() for name, program in made.items()}
     except UserError as error:
         return {"error": str(error)}
     return {"programs": told}

@@ -62,35 +62,35 @@ class Inspection:
     Attributes:
       figures: Result of `figures`; all Unknown after an out-of-memory error, except a peak that the error names.
       collectives: Result of `collectives.summary`; Unknown if the HLO text cannot be parsed.
-      products: Fields of `matmuls.Matmuls`; Unknown if the HLO text cannot be parsed.
+      matmul_counts: Fields of `matmuls.Matmuls`; Unknown if the HLO text cannot be parsed.
       seconds: Compile time.
-      refused: The compiler's message if the program does not fit the device, else "".
+      oom_message: The compiler's message if the program does not fit the device, else "".
     """
 
     figures: Mapping[str, Any]
     collectives: list[dict[str, Any]] | Unknown
-    products: Mapping[str, Any] | Unknown
+    matmul_counts: Mapping[str, Any] | Unknown
     seconds: float
-    refused: str = ""
+    oom_message: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "figures": {name: figure_to_json(value) for name, value in self.figures.items()},
             "collectives": figure_to_json(self.collectives),
-            "products": figure_to_json(self.products),
+            "products": figure_to_json(self.matmul_counts),
             "seconds": round(self.seconds, 3),
-            "refused": self.refused,
+            "refused": self.oom_message,
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Inspection":
-        collectives, products = value["collectives"], value["products"]
+        collectives, matmul_counts = value["collectives"], value["products"]
         return cls(
             figures={name: figure_from_json(figure) for name, figure in value["figures"].items()},
             collectives=collectives if isinstance(collectives, list) else figure_from_json(collectives),
-            products=figure_from_json(products) if "unknown" in products else products,
+            matmul_counts=figure_from_json(matmul_counts) if "unknown" in matmul_counts else matmul_counts,
             seconds=value["seconds"],
-            refused=value["refused"],
+            oom_message=value["refused"],
         )
 
 
@@ -112,20 +112,20 @@ def inspect(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return refusal(str(error), time.perf_counter() - begun)
+        return oom_inspection(str(error), time.perf_counter() - begun)
     seconds = time.perf_counter() - begun
     collectives: list[dict[str, Any]] | Unknown
-    products: Mapping[str, Any] | Unknown
+    matmul_counts: Mapping[str, Any] | Unknown
     try:
         module = hlo.parse(compiled.as_text() or "")
         collectives = collectives_lib.summary(collectives_lib.collectives(module))
-        products = dataclasses.asdict(matmuls.count_matmuls(module))
+        matmul_counts = dataclasses.asdict(matmuls.count_matmuls(module))
     except (ValueError, KeyError, IndexError) as error:  # HLO syntax that the parser does not support
-        collectives = products = Unknown(f"the program's text cannot be read: {type(error).__name__}: {error}")
-    return Inspection(figures_of(compiled), collectives, products, seconds)
+        collectives = matmul_counts = Unknown(f"the program's text cannot be read: {type(error).__name__}: {error}")
+    return Inspection(figures_of(compiled), collectives, matmul_counts, seconds)
 
 
-def refusal(message: str, seconds: float) -> Inspection:
+def oom_inspection(message: str, seconds: float) -> Inspection:
     """Builds the Inspection of a RESOURCE_EXHAUSTED error; `peak` is the size in its message, else Unknown."""
     told = " ".join(message.split())
     told = told[told.find("RESOURCE_EXHAUSTED") :]

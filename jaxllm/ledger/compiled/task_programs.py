@@ -46,7 +46,7 @@ def programs_of(
     if sampling is None:
         step_spec = programs.make_step_spec(config, model, platform)
         return {"train_step": programs.train_step(config, step_spec, over)}  # type: ignore[arg-type]
-    dtype = policy_for("auto", platform).compute
+    dtype = policy_for("auto", platform).compute_dtype
     how = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), platform == "tpu")
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *how),

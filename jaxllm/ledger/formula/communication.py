@@ -74,7 +74,7 @@ def transfers(run: TrainingRun) -> tuple[Transfer, ...]:
 def _transfer(run: TrainingRun, name: str, op: Op, axes: tuple[str, ...], elements: int, itemsize: int = 0) -> Transfer:
     there = tuple(axis for axis in axes if run.mesh[axis] > 1)
     devices = math.prod(run.mesh[axis] for axis in there)
-    return Transfer(name, op, there, devices, elements, itemsize or run.compute)
+    return Transfer(name, op, there, devices, elements, itemsize or run.compute_bytes)
 
 
 def padded(run: TrainingRun, *groups: str, trained: bool = False) -> int:
@@ -84,7 +84,7 @@ def padded(run: TrainingRun, *groups: str, trained: bool = False) -> int:
       groups: Parameter groups (`Parameter.group`) to count; all if none is given.
       trained: Count trained arrays only.
     """
-    return run.total("share", *groups, trained=trained) * run.mesh["data"]
+    return run.total("sharded", *groups, trained=trained) * run.mesh["data"]
 
 
 def _weights(run: TrainingRun) -> Iterator[Transfer]:
@@ -94,7 +94,7 @@ def _weights(run: TrainingRun) -> Iterator[Transfer]:
     elif run.stage in (1, 2):
         # Weights updated shard by shard are all-gathered at the end of the step, in the dtype they are stored in.
         count = padded(run, trained=True)
-        yield _transfer(run, "weights, updated", "all-gather", data, count, run.store)
+        yield _transfer(run, "weights, updated", "all-gather", data, count, run.param_bytes)
     elif run.stage == 3:
         # Under `sqrt`, a block of a group runs forward twice before its backward pass.
         passes = 3 if run.group_size > 1 else 2
@@ -111,14 +111,14 @@ def _weights(run: TrainingRun) -> Iterator[Transfer]:
 def _gradients(run: TrainingRun) -> Iterator[Transfer]:
     accumulate, stage = run.config.train.accumulate, run.stage
     # Gradients accumulate in float32; stages 2 and 3 accumulate gradients that are already scattered.
-    summed = FLOAT32 if run.accumulates else run.compute
+    summed = FLOAT32 if run.accumulates else run.compute_bytes
     if stage:
-        size = summed if stage == 1 else run.compute
+        size = summed if stage == 1 else run.compute_bytes
         count = padded(run, trained=True)
         # The lookup and the head matmul each reduce the gradient of a tied table.
         if stage >= 2 and not run.layout.frozen and run.model.tied_embeddings:
             table = next(p for p in run.parameters if p.name == "embed.tokens")
-            count += run.per_device(table.share) * run.mesh["data"]
+            count += run.per_device(table.sharded) * run.mesh["data"]
         count *= accumulate if stage > 1 else 1
         yield _transfer(run, "gradients", "reduce-scatter", ("data",), count, size)
     over = ("replica",) if stage else ("replica", "data")
@@ -142,7 +142,7 @@ def _split_over_tensor(layout: Layout, shares: bool) -> tuple[int, int]:
     """
     split = whole = 0
     for parameter in layout.trained:
-        count = layout.per_device(parameter.share) if shares else layout.computing(parameter)
+        count = layout.per_device(parameter.sharded) if shares else layout.compute_elements(parameter)
         if any("tensor" in axes for axes in parameter.weight.axes):
             split += count
         else:
@@ -156,7 +156,7 @@ def _activations(run: TrainingRun) -> Iterator[Transfer]:
         return
     layers, accumulate, size = run.model.layers, run.config.train.accumulate, run.group_size
     one, width = block(run), run.tokens * run.model.width
-    again = one.made_again(run.remat.kept)
+    again = one.recomputed(run.remat.kept)
     gathers = sum(value.moved for name, value in again.items() if name.endswith("inputs")) * layers
     scatters = sum(value.moved for name, value in again.items() if not name.endswith("inputs")) * layers
     grouped = run.model.repeats * len(run.model.pattern) if size > 1 else 0

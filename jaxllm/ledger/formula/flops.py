@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from jaxllm.config import Architecture, Config, LoraConfig
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.exact import run as run_lib
-from jaxllm.ledger.formula.exact.activations import head_numbers
+from jaxllm.ledger.formula.exact.activations import head_elements
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, Block, block, kinds, visible_pairs
 from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora
 from jaxllm.ledger.formula.exact.optimizer_slots import elements_held
@@ -69,7 +69,7 @@ class Work:
         return self.flops / self.bytes
 
 
-def product_parameters(model: Architecture) -> int:
+def matmul_parameters(model: Architecture) -> int:
     """Returns the number of weights that a token is multiplied with: matrices, its active experts only, and the head.
 
     An embedding lookup is no matmul; a tied embedding counts once, as the head.
@@ -92,7 +92,7 @@ def _pair_flops(model: Architecture) -> int:
 
 def forward_flops(model: Architecture, sequences: int, length: int) -> int:
     """Returns the executed FLOPs of one forward pass with every pair multiplied, the head included."""
-    products = 2 * product_parameters(model) * sequences * length
+    products = 2 * matmul_parameters(model) * sequences * length
     return products + sequences * model.layers * _pair_flops(model) * length * length
 
 
@@ -102,7 +102,7 @@ def model_flops_per_token(model: Architecture, sequence_length: int, lora: Lora 
     With adapters only the adapters are trained: the N frozen weights have no gradients, and count 4 · N.
     """
     pairs = sum(visible_pairs(model, kind, sequence_length) for kind in kinds(model))
-    attention, products = _pair_flops(model) * pairs / sequence_length, 2 * product_parameters(model)
+    attention, products = _pair_flops(model) * pairs / sequence_length, 2 * matmul_parameters(model)
     if lora == NO_LORA:
         return 3 * (products + attention)
     rank, targets = lora
@@ -125,9 +125,10 @@ def step(run: TrainingRun) -> Work:
 
     FLOPs: each matmul has two in the backward pass, one per factor; with a frozen weight, one. Recomputed are the
     values that a remat policy does not keep and the backward pass needs (`exact.block_graph`), the scores of chunked
-    attention for each chunk's gradients, and what attention kernels recompute for theirs (`Block.flops_of_scores`). The
-    head's gradients are computed while its logits exist, so the head is never recomputed. `tensor` divides the matmuls,
-    except the router's and the second of each adapter; `replica` and `data` divide the tokens.
+    attention for each chunk's gradients, and what attention kernels recompute for theirs
+    (`Block.score_recompute_flops`). The head's gradients are computed while its logits exist, so the head is never
+    recomputed. `tensor` divides the matmuls, except the router's and the second of each adapter; `replica` and `data`
+    divide the tokens.
 
     Bytes: weights read in each pass of each micro-batch, and cast once from their masters; their gradients written and
     read; activations as in `_activation_bytes`; the logits and their gradient written and read; and for the optimizer,
@@ -136,22 +137,22 @@ def step(run: TrainingRun) -> Work:
     accumulate = run.config.train.accumulate
     forward = run.model.layers * block(run).flops + head_flops(run)
     again = recomputed_flops(run)
-    scores = run.model.layers * block(run).flops_of_scores
+    scores = run.model.layers * block(run).score_recompute_flops
     frozen = run.model.layers * block(run).frozen_flops
     if run.layout.frozen:
         frozen += head_flops(run)
     flops = {"forward": forward, "backward": 2 * forward - frozen, "recomputation": again + scores}
     executed = {part: accumulate * count for part, count in flops.items()}
-    whole, updated = run.total("computing"), run.total("moment", trained=True)
-    trained = run.total("computing", trained=True)
-    logits = run.step_tokens * head_numbers(run) // run.model.width
-    casts = trained * (run.store + run.compute) if run.mixed else 0
+    whole, updated = run.total("compute"), run.total("moment", trained=True)
+    trained = run.total("compute", trained=True)
+    logits = run.step_tokens * head_elements(run) // run.model.width
+    casts = trained * (run.param_bytes + run.compute_bytes) if run.mixed else 0
     moved = {
-        "weights": accumulate * whole * run.compute * (3 if again else 2) + casts,
-        "gradients": accumulate * trained * (2 * run.compute + 2 * FLOAT32 * run.accumulates),
+        "weights": accumulate * whole * run.compute_bytes * (3 if again else 2) + casts,
+        "gradients": accumulate * trained * (2 * run.compute_bytes + 2 * FLOAT32 * run.accumulates),
         "activations": accumulate * _activation_bytes(run),
         "logits": 4 * logits * FLOAT32,
-        "optimizer": updated * (run.compute + 2 * run.store) + 2 * elements_held(run) * run.moment,
+        "optimizer": updated * (run.compute_bytes + 2 * run.param_bytes) + 2 * elements_held(run) * run.moment_bytes,
     }
     executed["optimizer"] = _optimizer_flops(run.config.optimizer.name, run.layout)
     return Work(executed, moved, run.step_tokens)
@@ -186,7 +187,7 @@ def _counts_matrices(spec: ParamSpec, dimension: int) -> bool:
 
 def head_flops(run: TrainingRun) -> int:
     """Returns the forward FLOPs of the logits of one micro-batch on one device."""
-    return 2 * run.tokens * head_numbers(run)
+    return 2 * run.tokens * head_elements(run)
 
 
 def grouped_layers(run: TrainingRun) -> int:
@@ -200,7 +201,7 @@ def grouped_layers(run: TrainingRun) -> int:
 def recomputed_flops(run: TrainingRun) -> int:
     """Returns the FLOPs recomputed for the backward pass of one micro-batch on one device."""
     one = block(run)
-    return run.model.layers * one.flops_again(run.remat.kept) + grouped_layers(run) * one.flops
+    return run.model.layers * one.recompute_flops(run.remat.kept) + grouped_layers(run) * one.flops
 
 
 def _activation_bytes(run: TrainingRun) -> int:
@@ -211,7 +212,7 @@ def _activation_bytes(run: TrainingRun) -> int:
     """
     one = block(run)
     values = _block_bytes(one)
-    again = sum(value.bytes for value in one.made_again(run.remat.kept).values())
+    again = sum(value.bytes for value in one.recomputed(run.remat.kept).values())
     read = sum(one.values[name].bytes for name in {BLOCK_INPUT, *one.read})
     return run.model.layers * (4 * values + 2 * again + read) + grouped_layers(run) * 2 * values
 
@@ -240,7 +241,7 @@ def decode_token(model: Architecture, batch: int, length: int, weight_dtype: str
     Executed FLOPs: each new token attends to every slot of the cache.
     """
     slots = sum(cache_slots(model, kind, length) for kind in kinds(model))
-    flops = batch * (2 * product_parameters(model) + _pair_flops(model) * slots)
+    flops = batch * (2 * matmul_parameters(model) + _pair_flops(model) * slots)
     weights, cache = _weight_bytes(model, batch, weight_dtype), _cache_bytes(model, batch, length, cache_dtype)
     return Work({"forward": flops}, {"weights": weights, "KV cache": cache}, batch)
 
@@ -257,9 +258,9 @@ def _weight_bytes(model: Architecture, tokens: int, dtype: str) -> int:
 
     Each expert counts at most once. Embeddings count the rows that are looked up; a tied table also counts as the head.
     """
-    stored, total = formats.named(dtype), 0
+    stored, total = formats.by_name(dtype), 0
     for spec in leaves(param_specs(model)):
-        size = stored.numbers_bytes(spec) + stored.scale_bytes(spec)
+        size = stored.element_bytes(spec) + stored.scale_bytes(spec)
         if spec.role == "embedding":
             rows = min(tokens, spec.shape[0])
             total += size // spec.shape[0] * rows

@@ -56,7 +56,7 @@ def inference(
         *(cache_rows(model, batch, capacity, cache_dtype) if use_cache else _tokens(batch, capacity)),
         *_state(model, batch),
     ]
-    if platform == "tpu" and not formats.named(weight_dtype).scaled:
+    if platform == "tpu" and not formats.by_name(weight_dtype).scaled:
         held = cache_dtype if use_cache else ""
         made.append(inference_tpu.state_padding(model, batch, capacity, weight_dtype, held))
     for phase, tokens in ((PREFILL, chunk), (DECODE, 1)) if use_cache else ((DECODE, capacity),):
@@ -78,8 +78,8 @@ def _attention_line(model: Architecture, held: tuple[str, ...], platform: str) -
 
 def weight_rows(model: Architecture, weight_dtype: str) -> list[Row]:
     """Returns a row for the weights in a format, and one for its scales if it has any."""
-    specs, stored = leaves(param_specs(model)), formats.named(weight_dtype)
-    size = sum(map(stored.numbers_bytes, specs))
+    specs, stored = leaves(param_specs(model)), formats.by_name(weight_dtype)
+    size = sum(map(stored.element_bytes, specs))
     count = sum(spec.size for spec in specs)
     if not stored.scaled:
         return [rows.row("weights", "weights", PERSISTENT, f"{count:,} × {stored.bits // 8} B", size)]

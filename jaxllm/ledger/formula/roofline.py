@@ -171,9 +171,9 @@ def host_link_bytes(run: TrainingRun) -> int:
 
 def _offloaded(run: TrainingRun) -> Iterator[int]:
     if run.config.optimizer.offload != "none":
-        yield elements_held(run) * run.moment
+        yield elements_held(run) * run.moment_bytes
     if run.config.optimizer.offload == "all":
-        yield run.total("weight", trained=True) * run.store
+        yield run.total("weight", trained=True) * run.param_bytes
     if run.remat.kind == "offload":
         kept = sum(block(run).kept(run.remat.kept).values())
         yield run.config.train.accumulate * run.model.layers * kept

@@ -21,21 +21,21 @@ class Footnotes:
         return f"unknown [{self.reasons.index(figure.why) + 1}]"
 
 
-def _told(notes: Footnotes | None, figure: Unknown) -> str:
+def _format_figure(notes: Footnotes | None, figure: Unknown) -> str:
     return notes.mark(figure, "") if notes else f"unknown: {figure.why}"
 
 
-def verdict(ledger: Ledger, notes: Footnotes | None = None, held_back: int = 0) -> str:
+def verdict(ledger: Ledger, notes: Footnotes | None = None, reserved_bytes: int = 0) -> str:
     """Returns a sentence that says whether the bill fits, with peak, capacity, and the bytes free or missing.
 
     Args:
       notes: collects the reason of an unknown capacity; without it the reason is in the sentence.
-      held_back: bytes of device memory that the backend reserves (`hardware.spec.Device.held_back`).
+      reserved_bytes: bytes of device memory that the backend reserves (`hardware.spec.Device.reserved_bytes`).
     """
     need, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
     if isinstance(capacity, Unknown):
-        return f"Needs {need}; whether that fits is {_told(notes, capacity)}"
-    kept = f"; {format_bytes(held_back)} more is held back by the backend" if held_back else ""
+        return f"Needs {need}; whether that fits is {_format_figure(notes, capacity)}"
+    kept = f"; {format_bytes(reserved_bytes)} more is held back by the backend" if reserved_bytes else ""
     if ledger.fits:
         share = f"{ledger.peak_bytes / max(capacity, 1):.1%}"
         free = format_bytes(capacity - ledger.peak_bytes)
@@ -55,7 +55,7 @@ def work(compute: Mapping[str, Any], notes: Footnotes | None = None) -> str:
     """Returns a sentence with FLOPs, bytes moved, and the roofline time and bound."""
     seconds, bound = figure_from_json(compute["roofline_seconds"]), figure_from_json(compute["bound"])
     if isinstance(seconds, Unknown):
-        least = f"the least time is {_told(notes, seconds)}"
+        least = f"the least time is {_format_figure(notes, seconds)}"
     else:
         least = f"at least {format_si(seconds, 's')}, {bound} bound"
     return f"Work: {format_si(compute['flops'], 'FLOP')}, {format_si(compute['bytes'], 'B')} moved; {least}"

@@ -52,7 +52,7 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     if others:
         sums = ", ".join(f"{phase} {format_bytes(ledger.phase_bytes(phase))}" for phase in others)
         _say(console, f"Phases that need less: {sums}")
-    _say(console, verdict(ledger, notes, device.held_back))
+    _say(console, verdict(ledger, notes, device.reserved_bytes))
     if ledger.compute:
         _say(console, work(ledger.compute, notes))
     if ledger.attention:
@@ -98,8 +98,8 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
     """
     notes = Footnotes()
     need = ledger.persistent_bytes + ledger.phase_bytes(name) if name in PHASES else ledger.peak_bytes
-    if inspection.refused:
-        _say(console, f"{name}, compiled: does not fit. The compiler's words: {inspection.refused}")
+    if inspection.oom_message:
+        _say(console, f"{name}, compiled: does not fit. The compiler's words: {inspection.oom_message}")
         return
     table = _table(f"{name}, compiled in {inspection.seconds:.1f} s")
     table.add_column("", no_wrap=True)
@@ -117,7 +117,7 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
     console.print(table, width=min(WIDTH, console.width))
     _say(console, _compiled_verdict(inspection, ledger, notes))
     _collectives(inspection, notes, console)
-    _say(console, _products(inspection, notes))
+    _say(console, _matmul_line(inspection, notes))
     _footnotes(console, notes)
 
 
@@ -153,8 +153,8 @@ def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> 
     console.print(table, width=min(WIDTH, console.width))
 
 
-def _products(inspection: Inspection, notes: Footnotes) -> str:
-    found = inspection.products
+def _matmul_line(inspection: Inspection, notes: Footnotes) -> str:
+    found = inspection.matmul_counts
     if isinstance(found, Unknown):
         return f"Matrix products: {notes.mark(found, '')}"
     told = f"Matrix products: {format_si(found['flops'], 'FLOP')} in {found['count']:,} runs"

@@ -43,7 +43,7 @@ class TrainingBill:
         available = device_lib.available_to_task(self._device, self._held, ledger.count)
         self._ledger = dataclasses.replace(ledger, capacity_bytes=available)
         self.model_flops_per_token = flops.model_flops_per_token(model, config.data.sequence_length, lora_of(config))
-        dtype = policy_for(config.precision.policy, jax.default_backend()).compute.name
+        dtype = policy_for(config.precision.policy, jax.default_backend()).compute_dtype.name
         peak = self._device.peak(dtype)
         self.peak_flops = peak * self._ledger.count if peak else None
 

@@ -30,7 +30,7 @@ def rows_between_passes(run: TrainingRun, phase: str) -> Iterator[Row]:
     inputs = layers - grouped + run.model.repeats // size * (size > 1)
     bytes_each = one.values[BLOCK_INPUT].bytes
     formula = f"{inputs} {'inputs' if grouped else 'layers'} × {bytes_each:,} B"
-    if one.keeps_input(kept_tags(run)) or grouped:
+    if one.saves_input(kept_tags(run)) or grouped:
         yield rows.row(BLOCK_INPUT, "activations", phase, formula, inputs * bytes_each)
     for tag, each in one.kept(kept_tags(run)).items():
         where = rows.HOST if remat.kind == "offload" else phase
@@ -53,7 +53,7 @@ def _outside(run: TrainingRun, phase: str) -> Iterator[tuple[str, int, int]]:
     elif run.tensor == 1:
         yield "token ids", _INT32, tokens
     else:  # besides the ids, a mask of those in this device's shard of the vocabulary
-        yield "token ids and whose they are", _INT32 + run.compute, tokens
+        yield "token ids and whose they are", _INT32 + run.compute_bytes, tokens
     if model.positions == "learned" and frozen:
         pass
     elif model.positions == "learned":
@@ -71,12 +71,12 @@ def _outside(run: TrainingRun, phase: str) -> Iterator[tuple[str, int, int]]:
 
 def loss_gradients(run: TrainingRun) -> int:
     """Returns the elements of the gradients that the loss computes early: of its inputs and of the head."""
-    return run.tokens * run.model.width + head_gradient_numbers(run)
+    return run.tokens * run.model.width + head_gradient_elements(run)
 
 
-def head_gradient_numbers(run: TrainingRun) -> int:
+def head_gradient_elements(run: TrainingRun) -> int:
     """Returns the elements of the gradient of the head's table; 0 if it is frozen."""
-    return 0 if run.layout.frozen else head_numbers(run)
+    return 0 if run.layout.frozen else head_elements(run)
 
 
 def head_table(run: TrainingRun) -> Parameter:
@@ -85,6 +85,6 @@ def head_table(run: TrainingRun) -> Parameter:
     return next(parameter for parameter in run.parameters if parameter.name == name)
 
 
-def head_numbers(run: TrainingRun) -> int:
+def head_elements(run: TrainingRun) -> int:
     """Returns the elements of the head's table that a device computes with."""
-    return run.computing(head_table(run))
+    return run.compute_elements(head_table(run))

@@ -96,17 +96,17 @@ class Block:
             found[value.tag] = found.get(value.tag, 0) + value.bytes
         return {tag: found[tag] for tag in TAGS if tag in found}
 
-    def made_again(self, tags: tuple[str, ...]) -> dict[str, Value]:
+    def recomputed(self, tags: tuple[str, ...]) -> dict[str, Value]:
         """Returns the values that the backward pass recomputes when these tags are saved."""
         return {name: self.values[name] for name in self._needed(tags)[1] if name != BLOCK_INPUT}
 
-    def keeps_input(self, tags: tuple[str, ...]) -> bool:
+    def saves_input(self, tags: tuple[str, ...]) -> bool:
         """Returns whether the backward pass reads the block's input when these tags are saved."""
         return BLOCK_INPUT in self._needed(tags)[1]
 
-    def flops_again(self, tags: tuple[str, ...]) -> int:
+    def recompute_flops(self, tags: tuple[str, ...]) -> int:
         """Returns the FLOPs of the matmuls that recompute values when these tags are saved."""
-        again = self.made_again(tags)
+        again = self.recomputed(tags)
         flops = sum(value.flops for value in again.values())
         # Each chunk recomputes its scores once more; those counted above are for the unsaved context.
         if self.attention == "chunked" and "attn_scores" in again and "attn_context" in again:
@@ -114,7 +114,7 @@ class Block:
         return flops
 
     @property
-    def flops_of_scores(self) -> int:
+    def score_recompute_flops(self) -> int:
         """FLOPs that the backward pass of an attention kernel has beyond two matmuls per forward matmul.
 
         They recompute scores and gradients of probabilities. The kernel's forward pass has two matmuls.
@@ -167,7 +167,7 @@ def block(run: TrainingRun) -> Block:
     attention = run.attention.implementation
     if attention == "xla":
         attention = "chunked" if run.config.train.attention_chunk else "whole"
-    return _block(run.model, run.tokens, run.length, run.tensor, run.compute, attention, run.lora)
+    return _block(run.model, run.tokens, run.length, run.tensor, run.compute_bytes, attention, run.lora)
 
 
 def visible_pairs(model: Architecture, kind: str, length: int) -> int:

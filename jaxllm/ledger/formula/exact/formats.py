@@ -38,7 +38,7 @@ class Format:
     scaled: bool = False
     group: int = 0
 
-    def numbers_bytes(self, spec: ParamSpec) -> int:
+    def element_bytes(self, spec: ParamSpec) -> int:
         """Returns the bytes of one array, without its scales."""
         return math.ceil(spec.size * self._bits(spec) / 8)
 
@@ -70,7 +70,7 @@ CACHE_FORMATS = ("fp32", "bf16", "fp16", "int8")
 ITEMSIZE = {name: FORMATS[_LONG_NAMES.get(name, name)].bits / 8 for name in (*FORMATS, *_LONG_NAMES)}
 
 
-def named(name: str) -> Format:
+def by_name(name: str) -> Format:
     """Returns the format with a given name, or with a dtype's long name.
 
     Raises:
@@ -99,5 +99,5 @@ def compute_itemsize(name: str, platform: str) -> int:
 
     That is 4 for fp32, and on a CPU with int weights; otherwise 2.
     """
-    made = named(name)
+    made = by_name(name)
     return 4 if made.bits == 32 or (made.scaled and platform == "cpu") else 2

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from jaxllm.config import Architecture, LoraConfig, MeshConfig
-from jaxllm.ledger.formula.exact.shard_sizes import Count, Share
+from jaxllm.ledger.formula.exact.shard_sizes import Count, Shard
 from jaxllm.ledger.formula.exact.shard_sizes import count as count_of
 from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, is_spec
@@ -36,7 +36,7 @@ class Parameter:
     spec: ParamSpec
     weight: Placement
     moment: Placement
-    share: Placement
+    sharded: Placement
     trained: bool = True
 
     @functools.cached_property
@@ -45,7 +45,7 @@ class Parameter:
         return self.name.partition(".")[0]
 
 
-Of = Literal["weight", "moment", "share", "computing"]
+Quantity = Literal["weight", "moment", "sharded", "compute"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,10 +61,10 @@ class Layout:
 
     mesh: dict[str, int]
     parameters: tuple[Parameter, ...]
-    _totals: dict[tuple[Of, bool, tuple[str, ...]], Count] = dataclasses.field(
+    _totals: dict[tuple[Quantity, bool, tuple[str, ...]], Count] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
-    _counts: dict[tuple[Of | int, ...], Count] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _counts: dict[tuple[Quantity | int, ...], Count] = dataclasses.field(default_factory=dict, init=False, repr=False)
     _selected: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
@@ -85,31 +85,31 @@ class Layout:
         return tuple((p.name, p.spec.shape, p.moment.shape) for p in self.trained)
 
     @functools.cached_property
-    def _numbers(self) -> dict[int, int]:
+    def _elements(self) -> dict[int, int]:
         """Id of a placement -> elements on one device."""
-        placements = (place for p in self.parameters for place in (p.weight, p.moment, p.share))
+        placements = (place for p in self.parameters for place in (p.weight, p.moment, p.sharded))
         return {id(place): place.elements_per_device(self.mesh) for place in placements}
 
     @functools.cached_property
-    def _computing(self) -> dict[int, int]:
-        """Id of a parameter's `share` -> elements of the weight on one device during compute."""
-        return {id(p.share): self._while_computing(p) for p in self.parameters}
+    def _compute_elements(self) -> dict[int, int]:
+        """Id of a parameter's `sharded` -> elements of the weight on one device during compute."""
+        return {id(p.sharded): self._while_computing(p) for p in self.parameters}
 
     def _while_computing(self, parameter: Parameter) -> int:
-        share = parameter.share
+        sharded = parameter.sharded
         # If moments are unsharded (stage 0, or one device along `data`), weights compute as they are stored. Only
         # weights all-gathered from shards may have rows of padding beyond those of `tensor`.
-        if share.zero_dim is None or parameter.moment.zero_dim is None:
+        if sharded.zero_dim is None or parameter.moment.zero_dim is None:
             return self.per_device(parameter.weight)
-        local = share.shape[share.zero_dim] // math.prod(self.mesh[axis] for axis in share.axes[share.zero_dim])
-        return self.per_device(share) // local * share.gathered
+        local = sharded.shape[sharded.zero_dim] // math.prod(self.mesh[axis] for axis in sharded.axes[sharded.zero_dim])
+        return self.per_device(sharded) // local * sharded.gathered
 
     def per_device(self, placement: Placement) -> int:
-        count = self._numbers.get(id(placement))
+        count = self._elements.get(id(placement))
         return placement.elements_per_device(self.mesh) if count is None else count
 
-    def computing(self, parameter: Parameter) -> int:
-        count = self._computing.get(id(parameter.share))
+    def compute_elements(self, parameter: Parameter) -> int:
+        count = self._compute_elements.get(id(parameter.sharded))
         return self._while_computing(parameter) if count is None else count
 
     def select(self, groups: tuple[str, ...], trained: bool = False) -> list[Parameter]:
@@ -119,30 +119,30 @@ class Layout:
             self._selected[trained, groups] = [p for p in found if not groups or p.group in groups]
         return self._selected[trained, groups]
 
-    def total(self, of: Of, groups: tuple[str, ...], trained: bool = False) -> Count:
+    def total(self, of: Quantity, groups: tuple[str, ...], trained: bool = False) -> Count:
         key = (of, trained, groups)
         if key not in self._totals:
             self._totals[key] = self.count(of, self.select(groups, trained))
         return self._totals[key]
 
-    def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
+    def count(self, of: Quantity, parameters: Iterable[Parameter]) -> Count:
         """Returns the elements on one device of some of this layout's arrays together."""
         parameters = tuple(parameters)
         key = (of, *map(id, parameters))
         if key not in self._counts:
-            self._counts[key] = count_of(self.part(of, parameter) for parameter in parameters)
+            self._counts[key] = count_of(self.shard_of(of, parameter) for parameter in parameters)
         return self._counts[key]
 
-    def part(self, of: Of, parameter: Parameter) -> Share:
+    def shard_of(self, of: Quantity, parameter: Parameter) -> Shard:
         """Returns a device's shard of an array."""
         whole = parameter.spec.size
-        placement = parameter.share if of == "computing" else getattr(parameter, of)
+        placement = parameter.sharded if of == "compute" else getattr(parameter, of)
         axes = {axis for names in placement.axes for axis in names}
-        if of == "computing" and placement.zero_dim is not None:
+        if of == "compute" and placement.zero_dim is not None:
             axes.discard("data")
-        ways = math.prod(self.mesh[axis] for axis in axes)
-        held = self.computing(parameter) if of == "computing" else self.per_device(placement)
-        return Share(whole, held * ways - whole, ways)
+        num_shards = math.prod(self.mesh[axis] for axis in axes)
+        held = self.compute_elements(parameter) if of == "compute" else self.per_device(placement)
+        return Shard(whole, held * num_shards - whole, num_shards)
 
 
 # (rank, targets) of low-rank adapters; (0, ()) without adapters.
@@ -213,5 +213,5 @@ def layout_of(
         places = zip(_leaves(param_specs, model, NO_LORA), placed(3 if stage == 3 else 0, NO_LORA), strict=True)
         frozen = tuple(Parameter(name, spec, place, place, place, False) for (name, spec), place in places)
     lists = zip(_leaves(param_specs, model, lora), at(weights), at(moments), at(True), strict=True)
-    trained = tuple(Parameter(name, spec, weight, moment, share) for (name, spec), weight, moment, share in lists)
+    trained = tuple(Parameter(name, spec, weight, moment, sharded) for (name, spec), weight, moment, sharded in lists)
     return Layout(dict(zip(mesh_lib.AXES, axes, strict=True)), frozen + trained)

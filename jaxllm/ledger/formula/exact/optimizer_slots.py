@@ -12,7 +12,7 @@ from collections.abc import Callable
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.layout import Layout, Parameter
 from jaxllm.ledger.formula.exact.run import TrainingRun
-from jaxllm.ledger.formula.exact.shard_sizes import Count, Share, count, without_padding
+from jaxllm.ledger.formula.exact.shard_sizes import Count, Shard, count, without_padding
 from jaxllm.ledger.rows import Row
 from jaxllm.model.specs import ParamSpec
 
@@ -32,7 +32,7 @@ class Slot:
     """
 
     name: str
-    numbers: Callable[[ParamSpec], int]
+    elements: Callable[[ParamSpec], int]
 
 
 def _every(spec: ParamSpec) -> int:
@@ -94,12 +94,12 @@ def _held(name: str, layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
     found = {}
     for slot in SLOTS[name]:
         for parameter in layout.trained:
-            numbers, spec = slot.numbers(parameter.spec), parameter.spec
-            if numbers != spec.size:
-                found[slot.name, parameter.name] = numbers, 0
+            elements, spec = slot.elements(parameter.spec), parameter.spec
+            if elements != spec.size:
+                found[slot.name, parameter.name] = elements, 0
                 continue
             stored = layout.per_device(parameter.moment)
-            own = numbers * stored // math.prod(parameter.moment.shape)
+            own = elements * stored // math.prod(parameter.moment.shape)
             found[slot.name, parameter.name] = own, stored - own
     return found
 
@@ -125,11 +125,11 @@ def _counted(name: str, layout: Layout) -> list[tuple[str, Count, int]]:
     for slot in SLOTS[name]:
         parts = []
         for parameter in layout.trained:
-            numbers = slot.numbers(parameter.spec)
+            elements = slot.elements(parameter.spec)
             # A slot without its parameter's shape is replicated on every device.
-            whole = numbers != parameter.spec.size
-            parts.append(Share(numbers, 0, 1) if whole else layout.part("moment", parameter))
-        stored = count(part for part in parts if part.numbers)
+            whole = elements != parameter.spec.size
+            parts.append(Shard(elements, 0, 1) if whole else layout.shard_of("moment", parameter))
+        stored = count(part for part in parts if part.elements)
         own = without_padding(stored)
         counted.append((slot.name, own, stored - own))
     return counted
@@ -144,12 +144,12 @@ def slot_rows(run: TrainingRun) -> list[Row]:
     """Returns one row per slot, one for padding and one for counters; slots may be in host memory."""
     optimizer = run.config.optimizer
     phase = rows.HOST if optimizer.offload != "none" else rows.PERSISTENT
-    made, padding, size = [], 0, run.moment
+    made, padding, size = [], 0, run.moment_bytes
     for name, own, beside in _counted(optimizer.name, run.layout):
         padding += beside
-        made.append(rows.numbers(name, "optimizer", phase, own, size))
+        made.append(rows.array_row(name, "optimizer", phase, own, size))
     if padding:
-        made.append(rows.numbers("padding of moments", "optimizer", phase, padding, size))
+        made.append(rows.array_row("padding of moments", "optimizer", phase, padding, size))
     counters = _COUNTER_BYTES[optimizer.name]
     if counters:
         made.append(rows.row("counters", "optimizer", rows.PERSISTENT, f"{counters} B", counters))

@@ -13,7 +13,7 @@ from jaxllm.config import attention as attention_choice
 from jaxllm.config import remat as remat_policy
 from jaxllm.config.attention import Attention
 from jaxllm.config.remat import RematPolicy
-from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora, Of, layout_of
+from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora, Quantity, layout_of
 from jaxllm.ledger.formula.exact.layout import Layout as Layout
 from jaxllm.ledger.formula.exact.layout import Parameter as Parameter
 from jaxllm.ledger.formula.exact.shard_sizes import Count
@@ -45,9 +45,9 @@ class TrainingRun:
     config: Config
     policy: str
     platform: str
-    compute: int
-    store: int
-    moment: int
+    compute_bytes: int
+    param_bytes: int
+    moment_bytes: int
     layout: Layout
     remat: RematPolicy
     attention: Attention
@@ -83,7 +83,7 @@ class TrainingRun:
 
     @property
     def mixed(self) -> bool:
-        return self.store != self.compute
+        return self.param_bytes != self.compute_bytes
 
     @property
     def accumulates(self) -> bool:
@@ -122,24 +122,24 @@ class TrainingRun:
         divisors = (size for size in range(1, repeats + 1) if repeats % size == 0)
         return min(divisors, key=lambda size: abs(math.log(size / math.sqrt(repeats))))
 
-    def computing(self, parameter: Parameter) -> int:
+    def compute_elements(self, parameter: Parameter) -> int:
         """A weight's elements on one device during compute, sharded over `tensor` only, without `data` padding."""
-        return self.layout.computing(parameter)
+        return self.layout.compute_elements(parameter)
 
     def per_device(self, placement: Placement) -> int:
         return self.layout.per_device(placement)
 
-    def total(self, of: Of, *groups: str, trained: bool = False) -> Count:
+    def total(self, of: Quantity, *groups: str, trained: bool = False) -> Count:
         """Returns the elements on one device of all arrays, or of those of some groups.
 
         Args:
-          of: A placement of `Parameter`, or "computing".
+          of: A placement of `Parameter`, or "compute".
           groups: Groups to count; all if none is given.
           trained: Count trained arrays only.
         """
         return self.layout.total(of, groups, trained)
 
-    def count(self, of: Of, parameters: Iterable[Parameter]) -> Count:
+    def count(self, of: Quantity, parameters: Iterable[Parameter]) -> Count:
         """Returns the elements on one device of the given arrays."""
         return self.layout.count(of, parameters)
 
@@ -163,13 +163,13 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Tra
       UserError: An array cannot be sharded as the mesh requires, or cannot be updated so (the message names it), or
         attention cannot be computed as configured.
     """
-    compute, store = _ITEMSIZES[policy]
-    mixed, stage = store != compute, config.mesh.zero
+    compute_bytes, param_bytes = _ITEMSIZES[policy]
+    mixed, stage = param_bytes != compute_bytes, config.mesh.zero
     layout = layout_of(
         param_specs,
         mesh_lib.placements,
         model,
-        tuple(mesh_lib.sizes(config.mesh).values()),
+        tuple(mesh_lib.axis_sizes(config.mesh).values()),
         mesh_lib.sharded("weights", stage, mixed),
         mesh_lib.sharded("moments", stage, mixed),
         stage,
@@ -181,9 +181,9 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Tra
         config=config,
         policy=policy,
         platform=platform,
-        compute=compute,
-        store=store,
-        moment=_MOMENT_ITEMSIZES[config.optimizer.moment_dtype],
+        compute_bytes=compute_bytes,
+        param_bytes=param_bytes,
+        moment_bytes=_MOMENT_ITEMSIZES[config.optimizer.moment_dtype],
         layout=layout,
         remat=remat_policy.parse(config.remat.policy),
         attention=attention_choice.resolve(config, model, platform, _DTYPES[policy]),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class Shard:
     """A device's shard of one or more arrays.
 
     Attributes:
@@ -17,54 +17,54 @@ class Share:
       ways: Number of equal shards. A shard size that is not an integer is rounded down.
     """
 
-    numbers: int
+    elements: int
     padding: int
-    ways: int
+    num_shards: int
 
     @property
-    def held(self) -> int:
-        return (self.numbers + self.padding) // self.ways
+    def elements_per_device(self) -> int:
+        return (self.elements + self.padding) // self.num_shards
 
     def __str__(self) -> str:
         """Formats the arithmetic: `(1,000 + 24 of padding) / 8`."""
-        whole = f"({self.numbers:,} + {self.padding:,} of padding)" if self.padding else f"{self.numbers:,}"
-        if self.ways == 1:
+        whole = f"({self.elements:,} + {self.padding:,} of padding)" if self.padding else f"{self.elements:,}"
+        if self.num_shards == 1:
             return whole
-        divides = (self.numbers + self.padding) % self.ways == 0
-        return f"{whole} / {self.ways}" if divides else f"⌊{whole} / {self.ways}⌋"
+        divides = (self.elements + self.padding) % self.num_shards == 0
+        return f"{whole} / {self.num_shards}" if divides else f"⌊{whole} / {self.num_shards}⌋"
 
 
 class Count(int):
     """Elements on one device: the sum of its shards, at most one for each number of ways."""
 
-    shares: tuple[Share, ...]
+    shards: tuple[Shard, ...]
 
-    def __new__(cls, shares: tuple[Share, ...]) -> "Count":
-        made = super().__new__(cls, sum(share.held for share in shares))
-        made.shares = shares
+    def __new__(cls, shards: tuple[Shard, ...]) -> "Count":
+        made = super().__new__(cls, sum(shard.elements_per_device for shard in shards))
+        made.shards = shards
         return made
 
-    def __reduce__(self) -> tuple[type["Count"], tuple[tuple[Share, ...]]]:
-        return Count, (self.shares,)
+    def __reduce__(self) -> tuple[type["Count"], tuple[tuple[Shard, ...]]]:
+        return Count, (self.shards,)
 
 
-def count(shares: Iterable[Share]) -> Count:
+def count(shards: Iterable[Shard]) -> Count:
     """Sums the shards of several arrays, merging those with equally many ways; the most sharded come first."""
     summed: dict[int, tuple[int, int]] = {}
-    for share in shares:
-        numbers, padding = summed.get(share.ways, (0, 0))
-        summed[share.ways] = numbers + share.numbers, padding + share.padding
-    return Count(tuple(Share(*summed[ways], ways) for ways in sorted(summed, reverse=True)))
+    for shard in shards:
+        elements, padding = summed.get(shard.num_shards, (0, 0))
+        summed[shard.num_shards] = elements + shard.elements, padding + shard.padding
+    return Count(tuple(Shard(*summed[num_shards], num_shards) for num_shards in sorted(summed, reverse=True)))
 
 
-def without_padding(held: Count) -> Count:
+def without_padding(elements_per_device: Count) -> Count:
     """Returns the elements that a device would store without padding, rounded down per number of ways."""
-    return Count(tuple(Share(share.numbers, 0, share.ways) for share in held.shares))
+    return Count(tuple(Shard(shard.elements, 0, shard.num_shards) for shard in elements_per_device.shards))
 
 
-def told(number: int) -> str:
+def format_count(number: int) -> str:
     """Formats a number with thousands separators, and a `Count` with its division."""
-    if not isinstance(number, Count) or not number.shares:
+    if not isinstance(number, Count) or not number.shards:
         return f"{int(number):,}"
-    terms = [str(share) for share in number.shares]
+    terms = [str(shard) for shard in number.shards]
     return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"

@@ -29,14 +29,14 @@ def state_rows(run: TrainingRun) -> list[Row]:
     own, padding = _stored(run.layout, True)
     frozen = run.layout.frozen
     name = "LoRA adapters" if frozen else kind
-    made = [rows.numbers(name, kind, phase, own, run.store)]
+    made = [rows.array_row(name, kind, phase, own, run.param_bytes)]
     if padding:
-        made.append(rows.numbers(f"padding of {name}", kind, phase, padding, run.store))
+        made.append(rows.array_row(f"padding of {name}", kind, phase, padding, run.param_bytes))
     if frozen:  # in the compute dtype: no masters, no gradients, no moments
         own, padding = _stored(run.layout, False)
-        made.insert(0, rows.numbers(FROZEN, "weights", rows.PERSISTENT, own, run.compute))
+        made.insert(0, rows.array_row(FROZEN, "weights", rows.PERSISTENT, own, run.compute_bytes))
         if padding:
-            made.append(rows.numbers(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, run.compute))
+            made.append(rows.array_row(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, run.compute_bytes))
     made += slot_rows(run)
     made.append(rows.row("step and key", "state", rows.PERSISTENT, f"{FLOAT32} B + 2 × 4 B", _STATE_BYTES))
     if run.policy == "fp16":

@@ -54,15 +54,18 @@ def padded_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     count = math.prod(shape)
     if len(shape) < 2:
         tile = min(max(_power_of_two(count), LANES), SUBLANES * LANES)
-        return up(up(count, tile) * itemsize, ALIGNMENT)
+        return round_up(round_up(count, tile) * itemsize, ALIGNMENT)
     packed = _WORD // itemsize
     least = min(
-        count // (shape[lane] * shape[row]) * up(shape[lane], LANES) * up(shape[row], _tile_rows(shape[row], packed))
+        count
+        // (shape[lane] * shape[row])
+        * round_up(shape[lane], LANES)
+        * round_up(shape[row], _tile_rows(shape[row], packed))
         for lane in range(len(shape))
         for row in range(len(shape))
         if lane != row
     )
-    return up(least * itemsize, ALIGNMENT)
+    return round_up(least * itemsize, ALIGNMENT)
 
 
 def _tile_rows(count: int, packed: int) -> int:
@@ -74,7 +77,7 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length() if count > 1 else 1
 
 
-def up(count: int, multiple: int) -> int:
+def round_up(count: int, multiple: int) -> int:
     """Rounds `count` up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple
 
@@ -87,11 +90,11 @@ def padding(shape: tuple[int, ...], itemsize: int) -> int:
 def state_padding(run: TrainingRun) -> Row:
     """Returns the row of tile padding of device arrays that persist between steps; host arrays are not tiled."""
     optimizer = run.config.optimizer
-    arrays, size = _weights(run.layout, run.store) if optimizer.offload != "all" else (0, 0)
+    arrays, size = _weights(run.layout, run.param_bytes) if optimizer.offload != "all" else (0, 0)
     if optimizer.offload == "none":
-        more, beside = _slots(optimizer.name, run.layout, run.moment)
+        more, beside = _slots(optimizer.name, run.layout, run.moment_bytes)
         arrays, size = arrays + more, size + beside
-    more, beside = _frozen(run.layout, run.compute)
+    more, beside = _frozen(run.layout, run.compute_bytes)
     arrays, size = arrays + more, size + beside
     few: list[Array] = [((), FLOAT32), ((2,), FLOAT32)]  # the step and the PRNG key
     few += [(shape, FLOAT32) for shape in _BESIDE[optimizer.name]]
@@ -133,10 +136,10 @@ def _slots(name: str, layout: Layout, itemsize: int) -> tuple[int, int]:
     sizes = []
     for slot in SLOTS[name]:
         for parameter in layout.trained:
-            numbers = slot.numbers(parameter.spec)
-            if numbers == parameter.spec.size:
+            elements = slot.elements(parameter.spec)
+            if elements == parameter.spec.size:
                 sizes.append(padding(shape_on_device(layout, parameter.moment), itemsize))
-            elif numbers:
+            elif elements:
                 sizes.append(padding(_factor(slot.name, parameter.spec), itemsize))
     return len(sizes), sum(sizes)
 

@@ -121,7 +121,7 @@ def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> BillRequest:
             section, field = name.removeprefix("config.").split(".")
             tree[section][field] = value
     name = texts["device"]
-    device = Device(**started["machine"]) if name == HERE and started["machine"] else detect.named(name)
+    device = Device(**started["machine"]) if name == HERE and started["machine"] else detect.by_name(name)
     count, batch, context = (int(texts[flag]) for flag in ("count", "batch", "context"))
     held = (texts["weights"], texts["cache"])
     return BillRequest(overrides.from_dict(tree), device, count, batch, context, started["chunk"], *held)
@@ -179,7 +179,7 @@ def _to_json(ledger: Ledger | str, made: BillRequest) -> dict[str, Any]:
     if isinstance(ledger, str):
         return {"error": ledger}
     shown = {
-        "verdict": sentences.verdict(ledger, held_back=made.device.held_back),
+        "verdict": sentences.verdict(ledger, reserved_bytes=made.device.reserved_bytes),
         "work": sentences.work(ledger.compute),
         "largest": sentences.largest_first(ledger),
         "source": made.device.source,

@@ -73,9 +73,9 @@ def _through_all_layers(one: Prefill) -> Iterator[Array]:
     if one.c == FLOAT32:
         # Matmuls read bfloat16 under float32 too.
         specs = param_specs(one.model)
-        numbers = sum(spec.size for spec in leaves([specs["layers"], specs["tail"]]) if spec.role == "matrix")
-        formula = f"{numbers:,} × {_BFLOAT16} B"
-        yield Array("weights as matmuls read them", numbers * _BFLOAT16, formula, "weights")
+        array_row = sum(spec.size for spec in leaves([specs["layers"], specs["tail"]]) if spec.role == "matrix")
+        formula = f"{array_row:,} × {_BFLOAT16} B"
+        yield Array("weights as matmuls read them", array_row * _BFLOAT16, formula, "weights")
     if one.scales:
         yield Array("scales, with heads in whole tiles", 2 * one.scales, f"2 × {one.scales:,} B")
 

@@ -69,12 +69,12 @@ class Prefill:
     @property
     def lanes(self) -> int:
         """Elements of a head, rounded up to whole lanes."""
-        return tpu_tiles.up(self.model.head_dim, tpu_tiles.LANES)
+        return tpu_tiles.round_up(self.model.head_dim, tpu_tiles.LANES)
 
     @property
     def table(self) -> Array:
         """Row-major copy of the token embeddings or of the head, padded to whole lanes."""
-        shape = (self.model.vocab_size, tpu_tiles.up(self.model.width, tpu_tiles.LANES))
+        shape = (self.model.vocab_size, tpu_tiles.round_up(self.model.width, tpu_tiles.LANES))
         return array("table by rows", shape, self.c, "weights")
 
     @property
@@ -101,8 +101,8 @@ class Prefill:
             stack = (model.repeats, self.batch, model.kv_heads, cache_slots(model, kind, self.capacity))
             written = (
                 math.prod(stack[:2])
-                * tpu_tiles.up(stack[2], sublanes)
-                * tpu_tiles.up(stack[3], tpu_tiles.LANES)
+                * tpu_tiles.round_up(stack[2], sublanes)
+                * tpu_tiles.round_up(stack[3], tpu_tiles.LANES)
                 * FLOAT32
             )
             size += written if written > tpu_tiles.padded_bytes(stack, FLOAT32) else 0

@@ -70,7 +70,7 @@ def workspace_rows(
         made = inference_cpu.prefill_rows(one)
     else:
         made = _rows(one, phase, like)
-    if formats.named(weight_dtype).scaled:
+    if formats.by_name(weight_dtype).scaled:
         # One repeat of the layers in the compute dtype; a kernel that reads the stored format needs none.
         size = one.weight_bytes()
         made = [row for row in made if row.name != CUT]
@@ -112,12 +112,12 @@ def _copies(one: Pass, phase: str) -> Iterator[Row]:
         yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
         if one.c < FLOAT32:
             # A CPU has no 16-bit matmuls: XLA converts the inputs of the loop over layers to float32 before the loop.
-            numbers = _read_by_products(model)
-            yield rows.row("weights in float32", "weights", phase, f"{numbers:,} × {FLOAT32} B", numbers * FLOAT32)
+            array_row = _read_by_products(model)
+            yield rows.row("weights in float32", "weights", phase, f"{array_row:,} × {FLOAT32} B", array_row * FLOAT32)
             if phase == DECODE:
-                numbers = sum(spec.size for spec in leaves(cache_specs(model, one.batch, one.capacity)))
-                size = numbers * FLOAT32
-                yield rows.row("cache in float32", f"{phase} workspace", phase, f"{numbers:,} × {FLOAT32} B", size)
+                array_row = sum(spec.size for spec in leaves(cache_specs(model, one.batch, one.capacity)))
+                size = array_row * FLOAT32
+                yield rows.row("cache in float32", f"{phase} workspace", phase, f"{array_row:,} × {FLOAT32} B", size)
         if one.wraps:
             size = one.rings_bytes
             yield rows.row("rings, copied", f"{phase} workspace", phase, f"{size // one.c:,} × {one.c} B", size)

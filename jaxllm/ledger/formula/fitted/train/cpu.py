@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 from jaxllm.ledger import rows
-from jaxllm.ledger.formula.exact.activations import head_gradient_numbers, head_numbers
+from jaxllm.ledger.formula.exact.activations import head_elements, head_gradient_elements
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.fitted.train.cpu_stacks import (
     Held,
+    alive_between_passes,
     arrays,
     frugal,
-    held_bytes,
+    operand_itemsize,
     squares,
-    waiting,
     with_copies,
 )
 from jaxllm.ledger.formula.fitted.train.cpu_update import update_rows as update_rows
@@ -23,17 +23,17 @@ from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, Row
 def forward_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the start of the step, where the zeroed gradient stacks are already allocated (Adafactor only)."""
     if run.config.optimizer.name == "adafactor" and not run.accumulates:
-        yield from with_copies(run, FORWARD, [*waiting(run, FORWARD), squares(run, FORWARD)])
+        yield from with_copies(run, FORWARD, [*alive_between_passes(run, FORWARD), squares(run, FORWARD)])
 
 
 def boundary_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the loss: computing a chunk's probabilities, or the head-gradient matmul that reads them."""
-    model, c, tokens = run.model, run.compute, run.tokens
+    model, c, tokens = run.model, run.compute_bytes, run.tokens
     chunk = min(run.config.train.loss_chunk, tokens)
-    head = head_numbers(run)
+    head = head_elements(run)
     logits = chunk * (head // model.width)
     chunked = chunk < tokens
-    parts = [*waiting(run, BOUNDARY), *_unrolled(run)]
+    parts = [*alive_between_passes(run, BOUNDARY), *_unrolled(run)]
     if run.stage == 3:
         parts.append(arrays("gathered head", "gathered parameters", BOUNDARY, [head], FLOAT32))
     # XLA reads the target's logit after it computes the exponentials, so both arrays are alive. The read is a separate
@@ -43,7 +43,7 @@ def boundary_rows(run: TrainingRun) -> Iterator[Row]:
     unfused = 2**29 if run.stage == 0 and run.devices > 1 else 2**31
     in_place = run.tensor > 1 or logits * FLOAT32 >= unfused
     copies = 2 if masked or not in_place else 1
-    trained = head_gradient_numbers(run) > 0
+    trained = head_gradient_elements(run) > 0
     if not trained or (copies - 1) * logits > head:
         parts.append(arrays("logits and their exponentials", "logits and loss", BOUNDARY, [logits] * copies, FLOAT32))
     else:
@@ -83,9 +83,9 @@ def _unrolled(run: TrainingRun) -> Iterator[Held]:
 
 def backward_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the largest live set of the backward pass, while a block's gradients are computed."""
-    model, c = run.model, run.compute
-    parts = list(waiting(run, BACKWARD))
-    parts.append(arrays("gradient of the head", "gradients", BACKWARD, [head_gradient_numbers(run)], FLOAT32))
+    model, c = run.model, run.compute_bytes
+    parts = list(alive_between_passes(run, BACKWARD))
+    parts.append(arrays("gradient of the head", "gradients", BACKWARD, [head_gradient_elements(run)], FLOAT32))
     parts += [(row, []) for row in from_host(run, BACKWARD)]
     if run.stage == 3:
         parts.append(arrays("gathered layer", "gathered parameters", BACKWARD, [one_layer(run)], c))
@@ -98,7 +98,7 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
         formula = f"{count} layers × {size:,} B"
         parts.append((rows.row("blocks of one group", "activations", BACKWARD, formula, count * size), []))
         own = [of_one_layer(run, p) * run.group_size for p in run.select("layers")]
-        parts.append(arrays("weights of one group", "weights", BACKWARD, own, held_bytes(run)))
+        parts.append(arrays("weights of one group", "weights", BACKWARD, own, operand_itemsize(run)))
         own = [of_one_layer(run, p) * run.group_size for p in run.select("layers", trained=True)]
         parts.append(arrays("gradients of one group", "gradients", BACKWARD, own, c))
     if run.layout.frozen and run.stage < 3 and not model.experts:
@@ -114,9 +114,9 @@ def _block(run: TrainingRun) -> Iterator[Held]:
 
     They are the larger of two live sets: the gradients of the MLP, or those of attention.
     """
-    model, widen = run.model, held_bytes(run) // run.compute
+    model, widen = run.model, operand_itemsize(run) // run.compute_bytes
     one = block(run)
-    values, again = one.values, one.made_again(run.remat.kept)
+    values, again = one.values, one.recomputed(run.remat.kept)
     chunk, length, pattern = run.config.train.attention_chunk, run.length, len(model.pattern)
     chunked = 0 < chunk < length
     scores = values["attn_probs"].bytes * (chunk if chunked else length) // length
@@ -165,7 +165,7 @@ def _block(run: TrainingRun) -> Iterator[Held]:
             yield arrays("summed expert gradients, a layer", "gradients", BACKWARD, [count], FLOAT32)
         # Rows in expert order and in token order: values, gradients, and the inputs of both.
         ordered = values["mlp_down"].bytes * widen
-        of_tokens = run.tokens * model.experts_per_token * model.width * held_bytes(run)
+        of_tokens = run.tokens * model.experts_per_token * model.width * operand_itemsize(run)
         size = 3 * (ordered + of_tokens)
         formula = f"3 × ({ordered:,} + {of_tokens:,} B)"
         yield rows.row("rows of experts in backward", "activations", BACKWARD, formula, size), []

@@ -19,16 +19,16 @@ from jaxllm.ledger.rows import Row
 def copied(run: TrainingRun) -> tuple[int, list[int]]:
     """Returns (bytes of the copies, sizes of the buffers that are free meanwhile); (0, []) if no moment is copied."""
     name = run.config.optimizer.name
-    if (name != "lion" and run.moment == FLOAT32) or run.config.optimizer.offload != "none":
+    if (name != "lion" and run.moment_bytes == FLOAT32) or run.config.optimizer.offload != "none":
         return 0, []
     sizes = []
     for slot in SLOTS[name]:
         # The one or two extra elements of a factored state are too few for a separate entry.
-        sizes += [sum(held(slot, parameter, run)) * run.moment for parameter in run.trained]
+        sizes += [sum(held(slot, parameter, run)) * run.moment_bytes for parameter in run.trained]
     total = sum(sizes)
     if len(SLOTS[name]) == 2:
         # The first array is updated last: the copy of its second moment reuses the buffer of its first moment.
-        first = sum(held(SLOTS[name][0], run.trained[0], run)) * run.moment
+        first = sum(held(SLOTS[name][0], run.trained[0], run)) * run.moment_bytes
         total -= first
         sizes.remove(first)
     return total, sizes

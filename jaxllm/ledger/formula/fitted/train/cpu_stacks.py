@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import jax
 
 from jaxllm.ledger import rows
-from jaxllm.ledger.formula.exact.activations import head_numbers
+from jaxllm.ledger.formula.exact.activations import head_elements
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.fitted.train.cpu_moments import rows_of_copies
-from jaxllm.ledger.formula.fitted.train.parts import between_passes, numbers
+from jaxllm.ledger.formula.fitted.train.parts import array_row, between_passes
 from jaxllm.ledger.rows import BACKWARD, Row
 
 # On a CPU, the XLA of JAX 0.10 stores operands of bfloat16 matmuls in float32, and recomputes all blocks of a layer
@@ -29,9 +29,9 @@ def frugal() -> bool:
     return jax.__version_info__ >= _FRUGAL_CPU_FROM
 
 
-def held_bytes(run: TrainingRun) -> int:
+def operand_itemsize(run: TrainingRun) -> int:
     """Returns the bytes in which the platform stores a compute-dtype element that matmuls read."""
-    return run.compute if frugal() else FLOAT32
+    return run.compute_bytes if frugal() else FLOAT32
 
 
 def with_copies(run: TrainingRun, phase: str, parts: list[Held]) -> Iterator[Row]:
@@ -41,12 +41,12 @@ def with_copies(run: TrainingRun, phase: str, parts: list[Held]) -> Iterator[Row
 
 def arrays(name: str, kind: str, phase: str, counts: list[int], size: int) -> Held:
     """Returns one row for arrays of the given element counts, with `size` bytes per element."""
-    return numbers(name, kind, phase, sum(counts), size), [count * size for count in counts]
+    return array_row(name, kind, phase, sum(counts), size), [count * size for count in counts]
 
 
-def waiting(run: TrainingRun, phase: str) -> Iterator[Held]:
+def alive_between_passes(run: TrainingRun, phase: str) -> Iterator[Held]:
     """Yields the arrays alive from the forward pass into the backward pass, zeroed gradient stacks included."""
-    held, c = held_bytes(run), run.compute
+    held, c = operand_itemsize(run), run.compute_bytes
     # Without accumulation nothing reads the embeddings after the loss.
     needed = run.parameters if run.accumulates or phase != BACKWARD else run.select("layers", "tail")
     for row in between_passes(run, phase, needed, held):
@@ -71,25 +71,25 @@ def waiting(run: TrainingRun, phase: str) -> Iterator[Held]:
         if run.layout.frozen:
             pass
         elif run.accumulates or (chunked and phase != BACKWARD):
-            yield arrays("embeddings in compute dtype", "weights", phase, [head_numbers(run)], c)
+            yield arrays("embeddings in compute dtype", "weights", phase, [head_elements(run)], c)
     if run.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, in every version
         own = [run.per_device(p.weight) for p in run.select("layers") if not p.trained]
         yield arrays("frozen weights in float32", "workspace", phase, own, FLOAT32)
     layers = run.select("layers", "tail", trained=True)
     if run.stage < 2:
-        counts = [run.computing(p) for p in layers]
+        counts = [run.compute_elements(p) for p in layers]
         yield _stacks(run, "gradients of layers", phase, counts, c)
     if run.stage:
         size = FLOAT32 if run.stage == 1 and run.accumulates else c
-        counts = [run.per_device(p.share) for p in layers]
+        counts = [run.per_device(p.sharded) for p in layers]
         yield _stacks(run, "gradients of layers, scattered", phase, counts, size)
     if run.config.optimizer.name == "adafactor" and run.accumulates and run.devices == 1:
         yield squares(run, phase)
     if run.layout.frozen:
         return
     if run.mixed or run.stage >= 2:
-        yield arrays("gradient of the lookup", "gradients", phase, [head_numbers(run)], FLOAT32)
-    positions = [run.computing(p) for p in run.select("embed") if p.name != "embed.tokens"]
+        yield arrays("gradient of the lookup", "gradients", phase, [head_elements(run)], FLOAT32)
+    positions = [run.compute_elements(p) for p in run.select("embed") if p.name != "embed.tokens"]
     if positions:
         yield arrays("gradient of the positions", "gradients", phase, positions, c)
 
@@ -115,7 +115,7 @@ def _late_activations(run: TrainingRun, tag: str) -> list[int]:
 
 def _gradient(run: TrainingRun, parameter: Parameter) -> int:
     """Returns the elements of an array's accumulated gradient on one device."""
-    return run.computing(parameter) if run.stage < 2 else run.per_device(parameter.share)
+    return run.compute_elements(parameter) if run.stage < 2 else run.per_device(parameter.sharded)
 
 
 def _stacks(run: TrainingRun, name: str, phase: str, counts: list[int], size: int) -> Held:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxllm.ledger.formula.exact.activations import head_table
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.fitted.train.cpu_stacks import Held, arrays, with_copies
-from jaxllm.ledger.formula.fitted.train.parts import batch, between_passes, from_host, gram_numbers
+from jaxllm.ledger.formula.fitted.train.parts import batch, between_passes, from_host, gram_elements
 from jaxllm.ledger.rows import UPDATE, Row
 
 
@@ -58,12 +58,12 @@ def _orthogonalized(run: TrainingRun) -> list[Held]:
     shares = [run.per_device(p.moment) for p in matrices]
     parts = [arrays("directions", "optimizer", UPDATE, [*shares, *shares], FLOAT32)]
     if run.stage:
-        whole = [run.computing(p) for p in matrices]
+        whole = [run.compute_elements(p) for p in matrices]
         parts.append(arrays("all-gathered directions", "optimizer", UPDATE, [*whole, max(whole)], FLOAT32))
     elif run.tensor == 1:
         of_attention = [run.per_device(p.moment) for p in matrices if ".attn." in p.name]
         parts.append(arrays("directions of attention, in order", "optimizer", UPDATE, of_attention, FLOAT32))
-        grams = sum(gram_numbers(p.spec) for p in matrices)
+        grams = sum(gram_elements(p.spec) for p in matrices)
         products = max(2 * grams, max(shares) + 3 * grams // 2)
         parts.append(arrays("Gram matrices and products", "optimizer", UPDATE, [products], FLOAT32))
     return parts

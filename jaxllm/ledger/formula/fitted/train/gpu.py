@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 from jaxllm.ledger import rows
-from jaxllm.ledger.formula.exact.activations import head_numbers, head_table
+from jaxllm.ledger.formula.exact.activations import head_elements, head_table
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.fitted.train.parts import (
+    array_row,
     batch,
     between_passes,
     from_host,
-    gradient_numbers,
-    gram_numbers,
-    numbers,
+    gradient_elements,
+    gram_elements,
     of_one_layer,
     one_layer,
 )
@@ -27,12 +27,14 @@ def forward_rows(run: TrainingRun) -> Iterator[Row]:
     """
     if run.stage not in (1, 2) or not run.mixed:
         return
-    yield from between_passes(run, FORWARD, run.parameters, run.compute)
-    count = sum(run.per_device(p.share) for p in run.select("embed", "head", trained=True))
-    yield numbers("all-gathered shards", "weights", FORWARD, count, run.compute)
-    stacks = [run.computing(p) for p in run.select("layers", trained=True) if p.share.zero_dim not in (None, 0, 1)]
+    yield from between_passes(run, FORWARD, run.parameters, run.compute_bytes)
+    count = sum(run.per_device(p.sharded) for p in run.select("embed", "head", trained=True))
+    yield array_row("all-gathered shards", "weights", FORWARD, count, run.compute_bytes)
+    stacks = [
+        run.compute_elements(p) for p in run.select("layers", trained=True) if p.sharded.zero_dim not in (None, 0, 1)
+    ]
     if stacks:
-        yield numbers("weights, in another order", "weights", FORWARD, max(stacks), run.compute)
+        yield array_row("weights, in another order", "weights", FORWARD, max(stacks), run.compute_bytes)
 
 
 def _zeros(run: TrainingRun, phase: str) -> Iterator[Row]:
@@ -46,16 +48,16 @@ def _zeros(run: TrainingRun, phase: str) -> Iterator[Row]:
         return
     several = run.accumulates and run.devices > 1
     if several or run.stage in (1, 2) if run.mixed else not run.accumulates:
-        count = gradient_numbers(run, run.select("layers", trained=True))
-        yield numbers("gradients of layers, zeros", "gradients", phase, count, run.compute)
+        count = gradient_elements(run, run.select("layers", trained=True))
+        yield array_row("gradients of layers, zeros", "gradients", phase, count, run.compute_bytes)
 
 
 def _shares_zeros(run: TrainingRun, phase: str) -> Iterator[Row]:
     """Yields the zeroed gradient shards of ZeRO stage 1, which reduce-scatters gradients once per step."""
     if run.stage == 1:
         count = sum(run.per_device(p.moment) for p in run.select("layers", trained=True))
-        size = FLOAT32 if run.accumulates else run.compute
-        yield numbers("shares of gradients, zeros", "gradients", phase, count, size)
+        size = FLOAT32 if run.accumulates else run.compute_bytes
+        yield array_row("shares of gradients, zeros", "gradients", phase, count, size)
 
 
 def _one_chunk(run: TrainingRun) -> bool:
@@ -65,9 +67,9 @@ def _one_chunk(run: TrainingRun) -> bool:
 
 def boundary_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the loss: a chunk's float32 logits, their gradient, and the head's gradient summed over chunks."""
-    model, c, tokens = run.model, run.compute, run.tokens
+    model, c, tokens = run.model, run.compute_bytes, run.tokens
     chunk = min(run.config.train.loss_chunk, tokens)
-    words = head_numbers(run) // model.width
+    words = head_elements(run) // model.width
     yield from between_passes(run, BOUNDARY, run.parameters, c)
     if run.stage == 3:
         # The all-gathered head, and a copy in the layout that the loop reads. There is no copy for a frozen head (no
@@ -76,19 +78,19 @@ def boundary_rows(run: TrainingRun) -> Iterator[Row]:
         ordered = bool(run.layout.frozen) or (model.tied_embeddings and run.accumulates)
         ordered |= run.attention.implementation == "pallas" and run.tensor > 1
         copies = 1 if ordered else 2
-        yield numbers("gathered head", "gathered parameters", BOUNDARY, copies * head_numbers(run), c)
-    yield numbers("logits", "logits and loss", BOUNDARY, chunk * words, FLOAT32)
-    yield numbers("gradient of the logits", "logits and loss", BOUNDARY, chunk * words, c)
-    yield numbers("gradient of the hidden states", "gradients", BOUNDARY, tokens * model.width, c)
+        yield array_row("gathered head", "gathered parameters", BOUNDARY, copies * head_elements(run), c)
+    yield array_row("logits", "logits and loss", BOUNDARY, chunk * words, FLOAT32)
+    yield array_row("gradient of the logits", "logits and loss", BOUNDARY, chunk * words, c)
+    yield array_row("gradient of the hidden states", "gradients", BOUNDARY, tokens * model.width, c)
     if not _one_chunk(run) and not run.layout.frozen:
-        yield numbers("gradient of the head, summed", "gradients", BOUNDARY, head_numbers(run), FLOAT32)
+        yield array_row("gradient of the head, summed", "gradients", BOUNDARY, head_elements(run), FLOAT32)
     yield from _zeros(run, BOUNDARY)
     yield from _shares_zeros(run, BOUNDARY)
 
 
 def backward_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the largest live set of the backward pass, while a block's gradients are computed."""
-    model, c = run.model, run.compute
+    model, c = run.model, run.compute_bytes
     # The copies of embeddings and head are freed by then, unless other micro-batches follow.
     copies = run.parameters if run.accumulates else run.select("layers", "tail")
     yield from between_passes(run, BACKWARD, copies, c)
@@ -99,27 +101,27 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
         pass
     elif _one_chunk(run):
         arrays = [p for p in arrays if p.name != head]
-        words = head_numbers(run) // model.width
-        yield numbers("gradient of the logits", "logits and loss", BACKWARD, run.tokens * words, c)
+        words = head_elements(run) // model.width
+        yield array_row("gradient of the logits", "logits and loss", BACKWARD, run.tokens * words, c)
     elif run.stage >= 2 and model.tied_embeddings:  # scattered after the lookup's gradient is added
-        yield numbers("gradient of the head, whole", "gradients", BACKWARD, head_numbers(run), c)
-    yield numbers("gradients", "gradients", BACKWARD, gradient_numbers(run, arrays), c)
+        yield array_row("gradient of the head, whole", "gradients", BACKWARD, head_elements(run), c)
+    yield array_row("gradients", "gradients", BACKWARD, gradient_elements(run, arrays), c)
     yield from _shares_zeros(run, BACKWARD)
     yield from from_host(run, BACKWARD)
     if run.stage == 3:
-        yield numbers("gathered layer", "gathered parameters", BACKWARD, one_layer(run), c)
+        yield array_row("gathered layer", "gathered parameters", BACKWARD, one_layer(run), c)
     if run.stage >= 2:
         largest = max(of_one_layer(run, p) for p in run.select("layers", "tail", trained=True))
-        yield numbers("gradients before reduce-scatter", "gradients", BACKWARD, 2 * largest, c)
+        yield array_row("gradients before reduce-scatter", "gradients", BACKWARD, 2 * largest, c)
     if run.group_size > 1:
         yield from _group_rows(run)
-    fuller = max(_moments(run), key=lambda moment: sum(size * count for _, size, count in moment))
+    fuller = max(_live_sets(run), key=lambda moment: sum(size * count for _, size, count in moment))
     for name, size, count in fuller:
         yield rows.row(name, "activations", BACKWARD, f"{count} × {size:,} B", count * size)
     if model.experts and not run.layout.frozen:
         largest = max(of_one_layer(run, p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
         count = (3 if model.gated else 2) * largest
-        yield numbers("summed expert gradients, a layer", "gradients", BACKWARD, count, FLOAT32)
+        yield array_row("summed expert gradients, a layer", "gradients", BACKWARD, count, FLOAT32)
 
 
 def _group_rows(run: TrainingRun) -> Iterator[Row]:
@@ -130,25 +132,25 @@ def _group_rows(run: TrainingRun) -> Iterator[Row]:
     groups = run.model.repeats // run.group_size
     weights = run.select("layers")
     if run.stage < 3:
-        whole = 2 * sum(map(run.computing, weights)) // groups  # for recomputation, and for gradients
-        yield numbers("weights of one group, twice", "weights", BACKWARD, whole, run.compute)
-    gradients = gradient_numbers(run, run.select("layers", trained=True)) // groups
-    yield numbers("gradients of one group", "gradients", BACKWARD, gradients, run.compute)
+        whole = 2 * sum(map(run.compute_elements, weights)) // groups  # for recomputation, and for gradients
+        yield array_row("weights of one group, twice", "weights", BACKWARD, whole, run.compute_bytes)
+    gradients = gradient_elements(run, run.select("layers", trained=True)) // groups
+    yield array_row("gradients of one group", "gradients", BACKWARD, gradients, run.compute_bytes)
 
 
 # (name, bytes of one array, arrays)
-Moment = list[tuple[str, int, int]]
+LiveSet = list[tuple[str, int, int]]
 
 
-def _moments(run: TrainingRun) -> tuple[Moment, Moment]:
+def _live_sets(run: TrainingRun) -> tuple[LiveSet, LiveSet]:
     """Returns the live sets of one iteration of the loop over layers: at attention's gradients, and at the MLP's.
 
     Unchunked float32 scores are recomputed before both and stay alive until attention's gradients. Chunks of scores are
     freed at once.
     """
-    c, t = run.compute, run.tensor
+    c, t = run.compute_bytes, run.tensor
     one = block(run)
-    values, again = one.values, one.made_again(run.remat.kept)
+    values, again = one.values, one.recomputed(run.remat.kept)
     chunk, kernels = run.config.train.attention_chunk, run.attention.implementation == "pallas"
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
     whole = own * t
@@ -189,21 +191,21 @@ def _moments(run: TrainingRun) -> tuple[Moment, Moment]:
     return attention, mlp
 
 
-def _scores(run: TrainingRun) -> Moment:
+def _scores(run: TrainingRun) -> LiveSet:
     """Returns the arrays of attention's gradients with one element per query–key pair, or per query with Pallas."""
     pairs = run.sequences * run.length**2
     heads = run.model.heads // run.tensor
     if run.attention.implementation == "pallas":
         return [("log sums of attention, and lost shares", run.tokens * heads * FLOAT32, 2)]
     if run.attention.implementation == "cudnn":
-        return [("mask and its gradient", pairs * run.compute, 2)]
+        return [("mask and its gradient", pairs * run.compute_bytes, 2)]
     chunk = run.config.train.attention_chunk
     if chunk:
         pairs = pairs * chunk // run.length
     scores = pairs * heads * FLOAT32
     return [
         ("scores and their gradient", scores, 2),
-        ("probabilities", scores * run.compute // FLOAT32, 2 if run.tensor > 1 or run.stage >= 2 else 1),
+        ("probabilities", scores * run.compute_bytes // FLOAT32, 2 if run.tensor > 1 or run.stage >= 2 else 1),
         ("mask", pairs, 1),
     ]
 
@@ -211,25 +213,25 @@ def _scores(run: TrainingRun) -> Moment:
 def update_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the optimizer's update."""
     name = run.config.optimizer.name
-    size = FLOAT32 if run.accumulates else run.compute
+    size = FLOAT32 if run.accumulates else run.compute_bytes
     count = sum(run.per_device(parameter.moment) for parameter in run.trained)
     yield batch(run, UPDATE)
     together = run.stage in (1, 2) and not run.mixed
     if together and run.accumulates:
         # The gradient of each layer array is freed when its new weights are all-gathered.
         count = sum(run.per_device(p.moment) for p in run.select("embed", "head", trained=True))
-    yield numbers("gradients", "gradients", UPDATE, count, size)
+    yield array_row("gradients", "gradients", UPDATE, count, size)
     yield from from_host(run, UPDATE)
     if together:
-        whole = sum(map(run.computing, run.select("layers", trained=True)))
-        yield numbers("new weights, all-gathered", "weights", UPDATE, whole, run.store)
+        whole = sum(map(run.compute_elements, run.select("layers", trained=True)))
+        yield array_row("new weights, all-gathered", "weights", UPDATE, whole, run.param_bytes)
     largest = max(run.per_device(parameter.moment) for parameter in run.trained)
     if name in ("lion", "adafactor"):
         copies = 2 if name == "adafactor" and size != FLOAT32 else 1  # plus the gradient in float32
-        yield numbers("direction of one array", "optimizer", UPDATE, copies * largest, FLOAT32)
+        yield array_row("direction of one array", "optimizer", UPDATE, copies * largest, FLOAT32)
     if name == "muon":  # its matrices are all-gathered and orthogonalised concurrently
         matrices = [p for p in run.trained if p.spec.role == "matrix"]
-        yield numbers("directions", "optimizer", UPDATE, sum(map(run.computing, matrices)), FLOAT32)
-        grams = sum(gram_numbers(p.spec) for p in matrices)
+        yield array_row("directions", "optimizer", UPDATE, sum(map(run.compute_elements, matrices)), FLOAT32)
+        grams = sum(gram_elements(p.spec) for p in matrices)
         made = 2 * grams if run.stage == 0 else 3 * grams // 2
-        yield numbers("Gram matrices", "optimizer", UPDATE, made, FLOAT32)
+        yield array_row("Gram matrices", "optimizer", UPDATE, made, FLOAT32)

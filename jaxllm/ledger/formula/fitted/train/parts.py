@@ -13,7 +13,7 @@ from jaxllm.ledger.formula.exact.optimizer_slots import largest_state
 from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.exact.shard_sizes import Count
 from jaxllm.ledger.rows import Row
-from jaxllm.ledger.rows import numbers as numbers
+from jaxllm.ledger.rows import array_row as array_row
 from jaxllm.model.specs import ParamSpec
 
 # tokens, targets, segment_ids, positions: int32; weights: float32.
@@ -29,8 +29,8 @@ def from_host(run: TrainingRun, phase: str) -> Iterator[Row]:
     optimizer = run.config.optimizer
     if optimizer.offload == "none":
         return
-    masters = run.store if optimizer.offload == "all" else 0
-    size = largest_state(optimizer.name, run.layout, run.moment, masters)
+    masters = run.param_bytes if optimizer.offload == "all" else 0
+    size = largest_state(optimizer.name, run.layout, run.moment_bytes, masters)
     yield rows.row("state of one array, from host memory", "optimizer", phase, f"{size:,} B", size)
 
 
@@ -39,9 +39,9 @@ def batch(run: TrainingRun, phase: str) -> Row:
     return rows.row("batch", "batch", phase, f"{run.step_tokens:,} tokens × {BATCH_BYTES_PER_TOKEN} B", size)
 
 
-def gradient_numbers(run: TrainingRun, parameters: Iterable[Parameter]) -> Count:
+def gradient_elements(run: TrainingRun, parameters: Iterable[Parameter]) -> Count:
     """Returns the gradient elements per device while gradients are computed: sharded from ZeRO stage 2 on."""
-    return run.count("share" if run.stage >= 2 else "computing", parameters)
+    return run.count("sharded" if run.stage >= 2 else "compute", parameters)
 
 
 def between_passes(run: TrainingRun, phase: str, copies: Iterable[Parameter], copy_bytes: int) -> Iterator[Row]:
@@ -54,15 +54,15 @@ def between_passes(run: TrainingRun, phase: str, copies: Iterable[Parameter], co
     yield batch(run, phase)
     if run.mixed:
         shares = run.stage == 3
-        count = run.count("weight" if shares else "computing", [p for p in copies if p.trained])
+        count = run.count("weight" if shares else "compute", [p for p in copies if p.trained])
         name = "compute copy of weights, shard" if shares else "compute copy of weights"
-        yield numbers(name, "weights", phase, count, copy_bytes)
+        yield array_row(name, "weights", phase, count, copy_bytes)
     elif run.layout.frozen:  # every B is multiplied by alpha / rank
-        count = gradient_numbers(run, [p for p in run.trained if p.name.endswith(".b")])
-        yield numbers("adapters, scaled", "weights", phase, count, run.compute)
+        count = gradient_elements(run, [p for p in run.trained if p.name.endswith(".b")])
+        yield array_row("adapters, scaled", "weights", phase, count, run.compute_bytes)
     if run.accumulates:
-        count = gradient_numbers(run, run.trained)
-        yield numbers("accumulated gradients", "gradient accumulator", phase, count, FLOAT32)
+        count = gradient_elements(run, run.trained)
+        yield array_row("accumulated gradients", "gradient accumulator", phase, count, FLOAT32)
     yield from rows_between_passes(run, phase)
 
 
@@ -76,10 +76,10 @@ def one_layer(run: TrainingRun, trained: bool = True) -> int:
 
 def of_one_layer(run: TrainingRun, parameter: Parameter) -> int:
     """Returns the elements of an array, or of one layer of a stacked array, in the compute layout."""
-    return run.computing(parameter) // (run.model.repeats if parameter.group == "layers" else 1)
+    return run.compute_elements(parameter) // (run.model.repeats if parameter.group == "layers" else 1)
 
 
-def gram_numbers(spec: ParamSpec) -> int:
+def gram_elements(spec: ParamSpec) -> int:
     """Returns the elements of the Gram matrices that Muon's Newton–Schulz steps form, over the shorter sides."""
     inputs = math.prod(spec.shape[i] for i in spec.fan_in)
     counted = [i for i, axis in enumerate(spec.axes) if axis in ("layers", "experts") and i < min(spec.fan_in)]

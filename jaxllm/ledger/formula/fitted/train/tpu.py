@@ -9,19 +9,24 @@ from collections.abc import Iterator
 
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact import tpu_tiles
-from jaxllm.ledger.formula.exact.activations import head_numbers, head_table
+from jaxllm.ledger.formula.exact.activations import head_elements, head_table
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.fitted.train.parts import (
+    array_row,
     batch,
     between_passes,
     from_host,
-    gradient_numbers,
-    gram_numbers,
-    numbers,
+    gradient_elements,
+    gram_elements,
     of_one_layer,
 )
-from jaxllm.ledger.formula.fitted.train.tpu_moments import attention_numbers, gathered_matrix, in_vector_memory, moments
+from jaxllm.ledger.formula.fitted.train.tpu_moments import (
+    attention_elements,
+    gathered_matrix,
+    in_vector_memory,
+    live_sets,
+)
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, UPDATE, Row
 
 _BFLOAT16 = 2
@@ -33,9 +38,9 @@ def _kept(run: TrainingRun, phase: str, copies: list[Parameter]) -> Iterator[Row
     The final norm saves its input only; the rest is recomputed from it. Under fp32, keys and values are stored in
     bfloat16, as only matmuls read them.
     """
-    for row in between_passes(run, phase, copies, run.compute):
+    for row in between_passes(run, phase, copies, run.compute_bytes):
         if row.name == "final norm":
-            yield numbers(row.name, row.kind, phase, run.tokens // run.tensor * run.model.width, run.compute)
+            yield array_row(row.name, row.kind, phase, run.tokens // run.tensor * run.model.width, run.compute_bytes)
         elif row.name == "attn_qkv" and run.policy == "fp32":
             each = row.bytes_per_device // run.model.layers - block(run).values["v"].bytes
             formula = f"{run.model.layers} layers × {each:,} B"
@@ -45,11 +50,11 @@ def _kept(run: TrainingRun, phase: str, copies: list[Parameter]) -> Iterator[Row
     yield from tpu_tiles.batch_padding(run, phase)
     if run.mixed and run.stage == 3:
         groups = tuple(dict.fromkeys(parameter.group for parameter in copies))
-        size = tpu_tiles.weights_padding(run.layout, groups, run.compute)
+        size = tpu_tiles.weights_padding(run.layout, groups, run.compute_bytes)
         yield rows.row("padding of tiles of shares", tpu_tiles.PADDING, phase, f"{size:,} B", size)
     if run.policy == "fp32" and run.stage < 3:
-        count = sum(run.computing(p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
-        yield numbers("weights as matmuls read them", "weights", phase, count, _BFLOAT16)
+        count = sum(run.compute_elements(p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
+        yield array_row("weights as matmuls read them", "weights", phase, count, _BFLOAT16)
 
 
 def _computing_copies(run: TrainingRun) -> list[Parameter]:
@@ -61,17 +66,17 @@ def _computing_copies(run: TrainingRun) -> list[Parameter]:
 
 def forward_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the largest live set of the forward pass: after all-gather, in the last layers, or the loss."""
-    found = [list(_weights_put_together(run)), list(_last_layers(run)), list(_loss(run))]
+    found = [list(_gathered_weights(run)), list(_last_layers(run)), list(_loss(run))]
     yield from max(found, key=lambda made: sum(row.bytes_per_device for row in made))
 
 
-def _weights_put_together(run: TrainingRun) -> Iterator[Row]:
+def _gathered_weights(run: TrainingRun) -> Iterator[Row]:
     """Yields the live set after ZeRO stages 1 and 2 all-gather the weights, which they do before anything else."""
     if run.stage not in (1, 2) or not run.mixed:
         return
     yield from _kept(run, FORWARD, list(run.parameters))
-    count = sum(run.per_device(p.share) for p in run.select("embed", "head", trained=True))
-    yield numbers("all-gathered shards", "weights", FORWARD, count, run.compute)
+    count = sum(run.per_device(p.sharded) for p in run.select("embed", "head", trained=True))
+    yield array_row("all-gathered shards", "weights", FORWARD, count, run.compute_bytes)
 
 
 def _last_layers(run: TrainingRun) -> Iterator[Row]:
@@ -82,15 +87,15 @@ def _last_layers(run: TrainingRun) -> Iterator[Row]:
     if run.stage < 3 or not run.model.tied_embeddings:
         return
     yield from _kept(run, FORWARD, list(run.parameters))
-    yield numbers("gathered head", "gathered parameters", FORWARD, head_numbers(run), run.compute)
+    yield array_row("gathered head", "gathered parameters", FORWARD, head_elements(run), run.compute_bytes)
     matrix = gathered_matrix(run)
     tail = len(run.model.tail)
     yield rows.row(
         "gathered MLP", "gathered parameters", FORWARD, f"{2 + (tail > 0)} × {matrix:,} B", (2 + (tail > 0)) * matrix
     )
     layers = len(run.model.tail) + max(1, len(run.model.pattern) // 2)
-    count = attention_numbers(run)
-    yield numbers("gathered attention", "gathered parameters", FORWARD, layers * count, run.compute)
+    count = attention_elements(run)
+    yield array_row("gathered attention", "gathered parameters", FORWARD, layers * count, run.compute_bytes)
 
 
 def _loss(run: TrainingRun) -> Iterator[Row]:
@@ -99,14 +104,14 @@ def _loss(run: TrainingRun) -> Iterator[Row]:
     Under ZeRO stage 3 the live set just after the all-gather of the head may be larger: shards whose rows do not fill
     tiles are copied into a table of whole tiles.
     """
-    model, c, tokens = run.model, run.compute, run.tokens
-    head = head_numbers(run)
+    model, c, tokens = run.model, run.compute_bytes, run.tokens
+    head = head_elements(run)
     yield from _kept(run, FORWARD, _computing_copies(run))
     size = _logits_bytes(run)
     logits = rows.row("logits", "logits and loss", FORWARD, f"{size:,} B", size)
     if run.stage == 3:
-        yield numbers("gathered head", "gathered parameters", FORWARD, head, c)
-        shape = tpu_tiles.shape_on_device(run.layout, head_table(run).share)
+        yield array_row("gathered head", "gathered parameters", FORWARD, head, c)
+        shape = tpu_tiles.shape_on_device(run.layout, head_table(run).sharded)
         ways, each = run.mesh["data"], tpu_tiles.padded_bytes(shape, c)
         if shape[0] % tpu_tiles.SUBLANES and ways * each > size:
             formula = f"{ways} × {each:,} B"
@@ -116,17 +121,17 @@ def _loss(run: TrainingRun) -> Iterator[Row]:
     if _is_narrow(run):
         yield from _narrow_table(run, FORWARD)
         if not in_vector_memory(size):
-            yield numbers("gradient of the logits", "logits and loss", FORWARD, size // FLOAT32, c)
-    yield numbers("hidden states as matmuls read", "logits and loss", FORWARD, tokens * model.width, _BFLOAT16)
-    yield numbers("gradient of the hidden states", "gradients", FORWARD, tokens * model.width, c)
+            yield array_row("gradient of the logits", "logits and loss", FORWARD, size // FLOAT32, c)
+    yield array_row("hidden states as matmuls read", "logits and loss", FORWARD, tokens * model.width, _BFLOAT16)
+    yield array_row("gradient of the hidden states", "gradients", FORWARD, tokens * model.width, c)
     if not _one_chunk(run) and not run.layout.frozen:
-        yield numbers("gradient of the head, summed", "gradients", FORWARD, head, FLOAT32)
+        yield array_row("gradient of the head, summed", "gradients", FORWARD, head, FLOAT32)
 
 
 def _logits_bytes(run: TrainingRun) -> int:
     """Returns the bytes of one chunk's float32 logits; their gradient is fused into the two matmuls that read it."""
     chunk = min(run.config.train.loss_chunk, run.tokens)
-    return tpu_tiles.padded_bytes((chunk, head_numbers(run) // run.model.width), FLOAT32)
+    return tpu_tiles.padded_bytes((chunk, head_elements(run) // run.model.width), FLOAT32)
 
 
 def _one_chunk(run: TrainingRun) -> bool:
@@ -140,19 +145,21 @@ def _is_narrow(run: TrainingRun) -> bool:
 def _narrow_table(run: TrainingRun, phase: str) -> Iterator[Row]:
     """Yields the padded row-major table that matmuls read; rows that do not fill lanes are stored by columns."""
     width = run.model.width
-    words = head_numbers(run) // width
-    yield numbers("table by rows", "weights", phase, words * tpu_tiles.up(width, tpu_tiles.LANES), run.compute)
+    words = head_elements(run) // width
+    yield array_row(
+        "table by rows", "weights", phase, words * tpu_tiles.round_up(width, tpu_tiles.LANES), run.compute_bytes
+    )
 
 
 def boundary_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields the saved activations that the program defines; the loss, which needs more, is in `forward_rows`."""
-    yield from between_passes(run, BOUNDARY, _computing_copies(run), run.compute)
+    yield from between_passes(run, BOUNDARY, _computing_copies(run), run.compute_bytes)
     yield from tpu_tiles.batch_padding(run, BOUNDARY)
 
 
 def backward_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the largest live set of the backward pass, while a block's gradients are computed."""
-    model, c = run.model, run.compute
+    model, c = run.model, run.compute_bytes
     copies = list(run.parameters) if run.accumulates else run.select("layers", "tail")
     yield from _kept(run, BACKWARD, copies)
     if _is_narrow(run):
@@ -161,23 +168,23 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
         yield _head_gradient(run)
         if run.stage == 2 and run.accumulates and model.tied_embeddings:
             # The lookup's gradient is added to the head's before both are scattered.
-            yield numbers("gradient of the lookup", "gradients", BACKWARD, head_numbers(run), FLOAT32)
+            yield array_row("gradient of the lookup", "gradients", BACKWARD, head_elements(run), FLOAT32)
     # The gradients of the embeddings are computed at the end, those of the final norm at the start.
-    yield numbers(
-        "gradients", "gradients", BACKWARD, gradient_numbers(run, run.select("layers", "tail", trained=True)), c
+    yield array_row(
+        "gradients", "gradients", BACKWARD, gradient_elements(run, run.select("layers", "tail", trained=True)), c
     )
     if run.stage == 1:
         count = sum(run.per_device(p.moment) for p in run.select("layers", "tail", trained=True))
         size = FLOAT32 if run.accumulates else c
-        yield numbers("shares of gradients, zeros", "gradients", BACKWARD, count, size)
+        yield array_row("shares of gradients, zeros", "gradients", BACKWARD, count, size)
     yield from from_host(run, BACKWARD)
     if run.group_size > 1:
         yield from _group_rows(run)
-    for name, size, each in max(moments(run), key=lambda moment: sum(size * each for _, size, each in moment)):
+    for name, size, each in max(live_sets(run), key=lambda moment: sum(size * each for _, size, each in moment)):
         yield rows.row(name, "activations", BACKWARD, f"{each} × {size:,} B", each * size)
     if model.experts and not run.layout.frozen:
         count = max(of_one_layer(run, p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
-        yield numbers("summed expert gradients, a layer", "gradients", BACKWARD, count, FLOAT32)
+        yield array_row("summed expert gradients, a layer", "gradients", BACKWARD, count, FLOAT32)
 
 
 def _group_rows(run: TrainingRun) -> Iterator[Row]:
@@ -187,10 +194,10 @@ def _group_rows(run: TrainingRun) -> Iterator[Row]:
     yield rows.row("blocks of one group", "activations", BACKWARD, f"{count} layers × {size:,} B", count * size)
     groups, weights = run.model.repeats // run.group_size, run.select("layers")
     shares = run.stage == 3
-    whole = sum(run.per_device(p.share) if shares else run.computing(p) for p in weights)
-    yield numbers("weights of one group", "weights", BACKWARD, whole // groups, run.compute)
-    gradients = gradient_numbers(run, run.select("layers", trained=True)) // groups
-    yield numbers("gradients of one group", "gradients", BACKWARD, gradients, run.compute)
+    whole = sum(run.per_device(p.sharded) if shares else run.compute_elements(p) for p in weights)
+    yield array_row("weights of one group", "weights", BACKWARD, whole // groups, run.compute_bytes)
+    gradients = gradient_elements(run, run.select("layers", trained=True)) // groups
+    yield array_row("gradients of one group", "gradients", BACKWARD, gradients, run.compute_bytes)
 
 
 def _head_gradient(run: TrainingRun) -> Row:
@@ -199,25 +206,25 @@ def _head_gradient(run: TrainingRun) -> Row:
     Over several chunks and devices it is summed in float32 and stays so until it is scattered at the end. With one
     chunk it is computed at the end, or at once if it is no larger than the logits.
     """
-    size, head = _logits_bytes(run), head_numbers(run)
-    if _one_chunk(run) and size < head * run.compute:
+    size, head = _logits_bytes(run), head_elements(run)
+    if _one_chunk(run) and size < head * run.compute_bytes:
         return rows.row("logits", "logits and loss", BACKWARD, f"{size:,} B", size)
-    each = FLOAT32 if run.devices > 1 and not _one_chunk(run) else run.compute
-    return numbers("gradient of the head", "gradients", BACKWARD, head, each)
+    each = FLOAT32 if run.devices > 1 and not _one_chunk(run) else run.compute_bytes
+    return array_row("gradient of the head", "gradients", BACKWARD, head, each)
 
 
 def update_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the optimizer's update."""
     name = run.config.optimizer.name
-    size = FLOAT32 if run.accumulates else run.compute
+    size = FLOAT32 if run.accumulates else run.compute_bytes
     count = sum(run.per_device(parameter.moment) for parameter in run.trained)
     yield batch(run, UPDATE)
-    yield numbers("gradients", "gradients", UPDATE, count, size)
+    yield array_row("gradients", "gradients", UPDATE, count, size)
     yield from from_host(run, UPDATE)
     largest = max(run.per_device(parameter.moment) for parameter in run.trained)
     copies = {"lion": 1, "muon": 1, "adafactor": 2}.get(name, 0)  # direction arrays alive at a time
     if copies:
-        yield numbers("directions", "optimizer", UPDATE, copies * largest, FLOAT32)
+        yield array_row("directions", "optimizer", UPDATE, copies * largest, FLOAT32)
     if name == "muon":
-        grams = sum(gram_numbers(p.spec) for p in run.trained if p.spec.role == "matrix")
-        yield numbers("Gram matrices", "optimizer", UPDATE, 2 * grams, FLOAT32)
+        grams = sum(gram_elements(p.spec) for p in run.trained if p.spec.role == "matrix")
+        yield array_row("Gram matrices", "optimizer", UPDATE, 2 * grams, FLOAT32)

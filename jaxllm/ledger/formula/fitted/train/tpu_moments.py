@@ -14,7 +14,7 @@ _FREE = VECTOR_MEMORY * 3 // 4
 _BFLOAT16 = 2
 
 # (name, bytes of one array, arrays)
-Moment = list[tuple[str, int, int]]
+LiveSet = list[tuple[str, int, int]]
 
 
 def in_vector_memory(size: int) -> bool:
@@ -22,12 +22,12 @@ def in_vector_memory(size: int) -> bool:
     return size <= VECTOR_MEMORY * 7 // 8
 
 
-def moments(run: TrainingRun) -> tuple[Moment, Moment]:
+def live_sets(run: TrainingRun) -> tuple[LiveSet, LiveSet]:
     """Returns HBM arrays (attention, MLP) of one backward iteration of the loop over layers, without vector memory."""
     return _beside_vector_memory(_attention(run)), _beside_vector_memory(_mlp(run))
 
 
-def _attention(run: TrainingRun) -> Moment:
+def _attention(run: TrainingRun) -> LiveSet:
     values = block(run).values
     own, q, k = (values[name].bytes for name in (BLOCK_INPUT, "q", "k"))
     # Chunks of queries and their gradients are stacked; gradients of keys and values are summed over chunks.
@@ -45,11 +45,11 @@ def _attention(run: TrainingRun) -> Moment:
     ]
 
 
-def _mlp(run: TrainingRun) -> Moment:
+def _mlp(run: TrainingRun) -> LiveSet:
     values = block(run).values
     own, q = values[BLOCK_INPUT].bytes, values["q"].bytes
-    inner = values["mlp_hidden"].bytes // run.compute * _BFLOAT16
-    moment = [
+    inner = values["mlp_hidden"].bytes // run.compute_bytes * _BFLOAT16
+    live_set = [
         ("MLP", inner, 4),
         ("weights of one MLP", *_weights(run)),
         # With several devices along `tensor`: inputs of attention and of the MLP, and their gradients, all-gathered.
@@ -60,12 +60,12 @@ def _mlp(run: TrainingRun) -> Moment:
     if run.group_size > 1:  # plus the group's saved activations of one repeat, sliced from its stacks
         pattern = len(run.model.pattern)
         kept = block(run).kept(run.remat.kept)
-        moment[0] = ("MLP", inner, 2)
-        moment += [(f"{tag}, out of the stack", size, pattern) for tag, size in kept.items()]
-    again = block(run).made_again(run.remat.kept)
+        live_set[0] = ("MLP", inner, 2)
+        live_set += [(f"{tag}, out of the stack", size, pattern) for tag, size in kept.items()]
+    again = block(run).recomputed(run.remat.kept)
     if "attn_probs" in again and not run.config.train.attention_chunk:
-        moment.append(("scores", _scores(run), 1))
-    return moment
+        live_set.append(("scores", _scores(run), 1))
+    return live_set
 
 
 def _scores(run: TrainingRun) -> int:
@@ -76,7 +76,7 @@ def _scores(run: TrainingRun) -> int:
 def _weights(run: TrainingRun) -> tuple[int, int]:
     """Returns (bytes of a layer's largest matrix, copies): its gradient, plus two all-gathered in ZeRO stage 3."""
     if run.stage < 3:
-        return _largest_matrix(run)[1] * run.compute, 1
+        return _largest_matrix(run)[1] * run.compute_bytes, 1
     return gathered_matrix(run), 3
 
 
@@ -87,11 +87,11 @@ def gathered_matrix(run: TrainingRun) -> int:
     separate tile. With packed elements (fewer than 32 bits) such a tile has two rows, one of which is padding.
     """
     largest, count = _largest_matrix(run)
-    dimension = largest.share.zero_dim
+    dimension = largest.sharded.zero_dim
     assert dimension is not None
-    rows = tpu_tiles.shape_on_device(run.layout, largest.share)[dimension]
-    whole = rows % tpu_tiles.SUBLANES == 0 or run.compute == FLOAT32
-    return count * run.compute * (1 if whole else 2)
+    rows = tpu_tiles.shape_on_device(run.layout, largest.sharded)[dimension]
+    whole = rows % tpu_tiles.SUBLANES == 0 or run.compute_bytes == FLOAT32
+    return count * run.compute_bytes * (1 if whole else 2)
 
 
 def _largest_matrix(run: TrainingRun) -> tuple[Parameter, int]:
@@ -100,17 +100,17 @@ def _largest_matrix(run: TrainingRun) -> tuple[Parameter, int]:
     return largest, of_one_layer(run, largest)
 
 
-def attention_numbers(run: TrainingRun) -> int:
+def attention_elements(run: TrainingRun) -> int:
     """Returns the elements of one layer's attention weights on one device."""
     model = run.model
     heads = 2 * (model.heads + model.kv_heads) // run.tensor
     return model.width * model.head_dim * heads
 
 
-def _beside_vector_memory(moment: Moment) -> Moment:
+def _beside_vector_memory(live_set: LiveSet) -> LiveSet:
     """Returns the arrays left in HBM after vector memory is filled with the smallest ones first."""
     free, left = _FREE, []
-    for name, size, count in sorted(moment, key=lambda row: row[1]):
+    for name, size, count in sorted(live_set, key=lambda row: row[1]):
         inside = min(count, free // size) if size else count
         free -= inside * size
         if count > inside:
