@@ -38,7 +38,7 @@ CACHES = (
     layout._leaves,
     layout._placed,
     layout.layout_of,
-    optimizer_slots._held,
+    optimizer_slots._shards,
     optimizer_slots._counted,
     states._stored,
     block_graph._block,

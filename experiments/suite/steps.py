@@ -34,15 +34,15 @@ class Run:
     def __init__(self, config: Config, model: Architecture | None = None):
         self.config, self.model = config, model or architectures.resolve_config(config)
         platform, self._mesh = jax.default_backend(), make_mesh(config.mesh)
-        self._recipe = programs.make_step_spec(config, self.model, platform)
-        self.step = programs.train_step(config, self._recipe, self._mesh)
+        self._step_spec = programs.make_step_spec(config, self.model, platform)
+        self.step = programs.train_step(config, self._step_spec, self._mesh)
         self.compiled = self.step.compile()
         self._state: Any = None
         self._batch: Any = None
 
     def begin(self) -> None:
         """Creates the state and the batch on the device."""
-        self._state = programs.init_state(self.config, self._recipe, self._mesh).jitted()
+        self._state = programs.init_state(self.config, self._step_spec, self._mesh).jitted()
         B, T = self.config.train.batch_size, self.config.data.sequence_length
         tokens = jax.random.randint(jax.random.key(0), (B, T + 1), 0, self.model.vocab_size, jnp.int32)
         fields = {

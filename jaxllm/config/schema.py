@@ -12,10 +12,12 @@ import dataclasses
 import typing
 from typing import Any
 
+from jaxllm.config.optimizers import OPTIMIZERS
+
 # Accepted values of string fields: one table for the check, the error message and the documentation.
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.source": ("python", "text", "jsonl", "parquet", "tokens", "chat"),
-    "optimizer.name": ("sgd", "momentum", "adam", "adamw", "adafactor", "lion", "muon"),
+    "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "optimizer.moment_dtype": ("float32", "bfloat16"),
     "optimizer.offload": ("none", "moments", "all"),

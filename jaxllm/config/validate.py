@@ -5,12 +5,11 @@ from collections.abc import Iterable
 
 from jaxllm.config import LAYER_KINDS, LORA_TARGETS, Architecture, Config, OptimizerConfig, remat
 from jaxllm.config import attention as attention_choice
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.config.overrides import check_types, field_paths
 from jaxllm.errors import UserError
 
 Shape = tuple[int, ...]
-# Their updates depend on whole rows and columns, which padding would change.
-_NOT_ELEMENTWISE = ("adafactor", "muon")
 
 
 def check_architecture(model: Architecture) -> None:
@@ -154,8 +153,9 @@ def check_update(
             f"config.optimizer.offload is 'all' and config.precision.policy {policy!r} has no master weights: "
             "what computes stays on the device; set it to 'moments', or the policy to bf16"
         )
-    if optimizer.name not in _NOT_ELEMENTWISE:
+    if OPTIMIZERS[optimizer.name].elementwise:
         return
+    # These updates depend on whole rows and columns, which padding would change.
     if optimizer.offload != "none":
         raise UserError(
             f"config.optimizer.offload is {optimizer.offload!r} and config.optimizer.name={optimizer.name} does not "

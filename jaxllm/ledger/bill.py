@@ -5,7 +5,7 @@ import dataclasses
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
 from jaxllm.hardware.detect import Device
-from jaxllm.ledger.formula import communication, inference_memory, roofline, training_memory
+from jaxllm.ledger.formula import inference_memory, roofline, training_memory
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.formats import AUTO as AUTO
 from jaxllm.ledger.formula.roofline import Roofline
@@ -21,16 +21,11 @@ def title(config: Config) -> str:
 
 
 def training(config: Config, model: Architecture, device: Device) -> Ledger:
-    """Returns the ledger of a training run on a device, attached or absent, with its capacity and one step's compute.
-
-    `compute` also has "sent_bytes": the bytes that one device sends to the others per step, with ring algorithms.
-    """
+    """Returns the ledger of a training run on a device, attached or absent, with the compute of one step."""
     policy = policy_for(config.precision.policy, device.platform)
-    ledger = training_memory.training(model, config, policy.name, device.platform)
     run = run_lib.make(model, config, policy.name, device.platform)
-    billed = _on(device, ledger, roofline.train_step(run, device))
-    sent = round(sum(transfer.ring_bytes for transfer in communication.train_step(model, config, policy.name)))
-    return dataclasses.replace(billed, model=title(config), compute={**billed.compute, "sent_bytes": sent})
+    billed = _on(device, training_memory.bill(run), roofline.train_step(run, device))
+    return dataclasses.replace(billed, model=title(config))
 
 
 def compute_format(platform: str) -> str:
@@ -65,10 +60,20 @@ def sampling(
     """
     plain, dtype = compute_format(device.platform), policy_for("auto", device.platform).compute_dtype.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))
-    how = (model, batch, capacity, chunk, weights, cache, name, device.platform)
-    ledger = inference_memory.inference(*how, use_cache=use_cache, vector_memory=device.vector_memory)
-    work = (capacity, weights, cache, device, dtype)
-    least = roofline.decode_token(model, batch, *work) if use_cache else roofline.prefill(model, batch, *work)
+    ledger = inference_memory.inference(
+        model,
+        batch,
+        capacity,
+        chunk,
+        weights,
+        cache,
+        name,
+        device.platform,
+        use_cache=use_cache,
+        vector_memory=device.vector_memory,
+    )
+    program = roofline.decode_token if use_cache else roofline.prefill
+    least = program(model, batch, capacity, weights, cache, device, dtype)
     return _on(device, ledger, least)
 
 
@@ -78,5 +83,5 @@ def _on(device: Device, ledger: Ledger, least: Roofline) -> Ledger:
         ledger,
         device=device.name,
         capacity_bytes=Unknown(f"{device.name}: {device.source}") if capacity is None else capacity,
-        compute=least.to_json(),
+        compute=least,
     )

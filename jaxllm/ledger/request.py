@@ -66,9 +66,17 @@ def infer(request: BillRequest) -> Ledger:
     Raises:
       UserError: The configuration or format is invalid, or the context exceeds the model's learned positions.
     """
-    context, name = context_of(request), bill.title(request.config)
-    how = (request.batch, context, min(request.chunk, context), request.weights, request.cache)
-    return bill.sampling(name, request.model, request.device, *how)
+    context = context_of(request)
+    return bill.sampling(
+        bill.title(request.config),
+        request.model,
+        request.device,
+        request.batch,
+        context,
+        min(request.chunk, context),
+        request.weights,
+        request.cache,
+    )
 
 
 def require_programs(request: BillRequest) -> None:

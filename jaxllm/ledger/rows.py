@@ -6,9 +6,12 @@ Bytes are integers. An unavailable figure is an `Unknown` with the reason, never
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.ledger.formula.exact.shard_sizes import format_count
+
+if TYPE_CHECKING:
+    from jaxllm.ledger.formula.roofline import Roofline
 
 # Phases in the order in which a step or a request runs. Rows of one phase are live together; PERSISTENT rows are live
 # in all phases. HOST rows are in host memory and do not count toward device memory.
@@ -21,6 +24,27 @@ PREFILL = "prefill"
 DECODE = "decode"
 HOST = "host memory"
 PHASES = (PERSISTENT, FORWARD, BOUNDARY, BACKWARD, UPDATE, PREFILL, DECODE, HOST)
+
+# Every kind of row -> its group in plots and comparisons.
+KINDS: dict[str, str] = {
+    "weights": "weights",
+    "master weights": "weights",
+    "gathered parameters": "weights",
+    "gradients": "gradients",
+    "gradient accumulator": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "logits and loss": "logits and loss",
+    "logits": "logits and loss",
+    "KV cache": "KV cache",
+    "batch": "workspace",
+    "state": "workspace",
+    "decode state": "workspace",
+    "tile padding": "workspace",
+    "workspace": "workspace",
+    "prefill workspace": "workspace",
+    "decode workspace": "workspace",
+}
 
 # Power of 1000 -> SI prefix.
 _PREFIXES = dict(enumerate(("µ", "m", "", "k", "M", "G", "T", "P", "E", "Z", "Y"), -2))
@@ -39,57 +63,43 @@ class Unknown:
 Figure = int | Unknown
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One buffer, or group of buffers, that is live in one phase.
 
     Attributes:
       name: Name, unique within its phase.
-      kind: Weights, master weights, gradients, optimizer, activations, …
+      kind: One of KINDS.
       phase: One of PHASES; a buffer that is live in several phases has one row per phase.
       bytes_per_device: Bytes on one device.
-      formula: The arithmetic with its values: `8,030,261,248 / 8 × 4 B = 3.74 GiB`.
+      arithmetic: How the bytes are computed: a text, or (elements, bytes per element).
     """
 
     name: str
     kind: str
     phase: str
     bytes_per_device: int
-    formula: str
+    arithmetic: str | tuple[int, int]
 
-    def __post_init__(self) -> None:
-        assert self.phase in PHASES, self.phase
+    @property
+    def derivation(self) -> str:
+        """The arithmetic with its values: `8,030,261,248 / 8 × 4 B`.
 
-    def __getattr__(self, attribute: str) -> str:
-        """Formats `formula` on first access, for rows created by `row` or `array_row`."""
-        if attribute != "formula" or "_arithmetic" not in self.__dict__:
-            raise AttributeError(attribute)
-        arithmetic = self.__dict__["_arithmetic"]
-        if not isinstance(arithmetic, str):
-            count, size = arithmetic
-            arithmetic = f"{format_count(count)} × {size} B"
-        written = f"{arithmetic} = {format_bytes(self.bytes_per_device)}"
-        self.__dict__["formula"] = written
-        return written
+        It is formatted on demand: a plan creates half a million rows and reads few of their formulas.
+        """
+        if isinstance(self.arithmetic, str):
+            return self.arithmetic
+        count, itemsize = self.arithmetic
+        return f"{format_count(count)} × {itemsize} B"
 
-
-def row(name: str, kind: str, phase: str, formula: str, bytes_per_device: int) -> Row:
-    """Creates a row; the formatted value is appended to `formula` on first access.
-
-    A plan creates half a million rows and reads few of their formulas, so formatting is deferred.
-    """
-    assert phase in PHASES, phase
-    made = object.__new__(Row)
-    made.__dict__.update(name=name, kind=kind, phase=phase, bytes_per_device=bytes_per_device, _arithmetic=formula)
-    return made
+    @property
+    def formula(self) -> str:
+        """The derivation and its result: `8,030,261,248 / 8 × 4 B = 3.74 GiB`."""
+        return f"{self.derivation} = {format_bytes(self.bytes_per_device)}"
 
 
-def array_row(name: str, kind: str, phase: str, count: int, size: int) -> Row:
-    """Creates a row of `count` elements of `size` bytes each; a `Count` shows its division in the formula."""
-    assert phase in PHASES, phase
-    made = object.__new__(Row)
-    made.__dict__.update(name=name, kind=kind, phase=phase, bytes_per_device=count * size, _arithmetic=(count, size))
-    return made
+def array_row(name: str, kind: str, phase: str, count: int, itemsize: int) -> Row:
+    """Creates a row of `count` elements of `itemsize` bytes; a `Count` shows its division in the formula."""
+    return Row(name, kind, phase, count * itemsize, (count, itemsize))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +114,7 @@ class Ledger:
       count: Number of devices.
       rows: Memory rows; see Row.
       capacity_bytes: Memory of one device in bytes; Unknown if no figure is available.
-      compute: JSON of `ledger.formula.roofline.Roofline`: {"flops", "bytes", "roofline_seconds", "bound", …}.
+      compute: Work of one step or token and the least time it takes; None if the bill is of memory alone.
       trained: Number of parameters that training updates; None if nothing is trained.
       attention: One line naming the attention implementation and why it was chosen.
     """
@@ -116,9 +126,13 @@ class Ledger:
     count: int
     rows: tuple[Row, ...]
     capacity_bytes: Figure = Unknown("no device was named")
-    compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compute: "Roofline | None" = None
     trained: int | None = None
     attention: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = [row for row in self.rows if row.kind not in KINDS or row.phase not in PHASES]
+        assert not unknown, f"rows of an unknown kind or phase: {unknown}"
 
     @functools.cached_property
     def _sums(self) -> dict[str, int]:
@@ -158,6 +172,11 @@ class Ledger:
         phase = self.peak_phase
         return self.persistent_bytes + (self.phase_bytes(phase) if phase != PERSISTENT else 0)
 
+    def largest_rows(self, count: int) -> list[Row]:
+        """Returns the `count` largest rows that are live at the peak, largest first."""
+        alive = [row for row in self.rows if row.phase in (PERSISTENT, self.peak_phase) and row.bytes_per_device]
+        return sorted(alive, key=lambda row: -row.bytes_per_device)[:count]
+
     @property
     def fits(self) -> bool | None:
         """True if the peak is within the device's memory; None if its capacity is unknown."""
@@ -173,7 +192,7 @@ class Ledger:
             **({} if self.trained is None else {"trained_parameters": self.trained}),
             "device": self.device,
             "count": self.count,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "rows": [_row_to_json(row) for row in self.rows],
             "peak_bytes_per_device": self.peak_bytes,
             "capacity_bytes": figure_to_json(self.capacity_bytes),
             "fits": self.fits,
@@ -182,25 +201,19 @@ class Ledger:
                 **dict.fromkeys(("trace", "compiled", "device"), unknown),
             },
             "gaps": {},
-            "compute": dict(self.compute),
+            "compute": {} if self.compute is None else self.compute.to_json(),
             "attention": self.attention,
         }
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Ledger":
-        """Builds a ledger from `to_json` output; sums and columns are recomputed from the rows."""
-        return cls(
-            task=value["task"],
-            model=value["model"],
-            parameters=value["parameters"],
-            device=value["device"],
-            count=value["count"],
-            rows=tuple(Row(**row) for row in value["rows"]),
-            capacity_bytes=figure_from_json(value["capacity_bytes"]),
-            compute=dict(value["compute"]),
-            trained=value.get("trained_parameters"),
-            attention=value["attention"],
-        )
+
+def _row_to_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "kind": row.kind,
+        "phase": row.phase,
+        "bytes_per_device": row.bytes_per_device,
+        "formula": row.formula,
+    }
 
 
 def figure_to_json(figure: Any) -> Any:

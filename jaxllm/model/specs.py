@@ -49,6 +49,22 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
+    def stacked(self) -> tuple[int, ...]:
+        """Dimensions that stack independent matrices: layers and experts. Experts are outputs of the router."""
+        return tuple(
+            dim
+            for dim, axis in enumerate(self.axes)
+            if axis == "layers" or (axis == "experts" and dim < min(self.fan_in))
+        )
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """(number of matrices, their inputs, their outputs) of an array with role "matrix"."""
+        count = math.prod(self.shape[dim] for dim in self.stacked)
+        inputs = math.prod(self.shape[dim] for dim in self.fan_in)
+        return count, inputs, self.size // (count * inputs)
+
+    @property
     def decays(self) -> bool:
         """True for weights that get weight decay: matrices, embeddings and head, but not biases and norms."""
         return self.role in ("matrix", "embedding", "head")

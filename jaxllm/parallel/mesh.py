@@ -6,7 +6,9 @@ difference between the two is the ZeRO stage (Rajbhandari et al. 2020); `sharded
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -92,22 +94,25 @@ class Placement:
     Attributes:
       shape: Global stored shape, including padding of dimensions that do not divide evenly.
       axes: Mesh axes that shard each dimension.
+      local_shape: Shape of the shard on each device.
       zero_dim: The dimension sharded over `data`; None if there is none.
       gathered: Per-device size of `zero_dim` after the all-gather over `data`, without padding.
     """
 
     shape: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]
-    zero_dim: int | None
+    local_shape: tuple[int, ...]
+    zero_dim: int | None = None
     gathered: int = 0
 
     @property
     def partition(self) -> PartitionSpec:
         return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in self.axes))
 
-    def elements_per_device(self, mesh: dict[str, int]) -> int:
-        """Returns the number of elements per device, which is equal on all devices of the mesh."""
-        return math.prod(self.shape) // math.prod(mesh[axis] for axes in self.axes for axis in axes)
+    @functools.cached_property
+    def elements_per_device(self) -> int:
+        """Number of elements per device, which is equal on all devices of the mesh."""
+        return math.prod(self.local_shape)
 
 
 def placements(specs: Any, config: MeshConfig, kind: Kind, mixed: bool) -> Any:
@@ -130,7 +135,7 @@ def placements(specs: Any, config: MeshConfig, kind: Kind, mixed: bool) -> Any:
             return placed
         # Unsharded, but padded like its sharded moments, because the update combines the two.
         split = placement(path_name(path), spec.shape, spec.axes, mesh, zero=True)
-        return dataclasses.replace(placed, shape=split.shape)
+        return dataclasses.replace(placed, shape=split.shape, local_shape=_local_shape(split.shape, placed.axes, mesh))
 
     # `specs` may also be a list or tuple; a node with `axes` is a spec.
     return jax.tree_util.tree_map_with_path(one, specs, is_leaf=lambda node: hasattr(node, "axes"))
@@ -170,7 +175,7 @@ def placement(name: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: di
                 )
             stored[i] = _next_multiple(stored[i], _num_shards(split[i], mesh))
     if not zero or mesh["data"] == 1:
-        return Placement(tuple(stored), tuple(split), None)
+        return Placement(tuple(stored), tuple(split), _local_shape(stored, split, mesh))
 
     growth = {}
     for i, axis in enumerate(axes):
@@ -192,7 +197,11 @@ def placement(name: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: di
     if axes[zero_dim] == "vocab" and len(split[zero_dim]) > 1:
         gathered = _next_multiple(gathered, mesh["data"])
     stored[zero_dim] = _next_multiple(stored[zero_dim], _num_shards(split[zero_dim], mesh))
-    return Placement(tuple(stored), tuple(split), zero_dim, gathered)
+    return Placement(tuple(stored), tuple(split), _local_shape(stored, split, mesh), zero_dim, gathered)
+
+
+def _local_shape(shape: Sequence[int], axes: Sequence[tuple[str, ...]], mesh: dict[str, int]) -> tuple[int, ...]:
+    return tuple(size // _num_shards(sharded_over, mesh) for size, sharded_over in zip(shape, axes, strict=True))
 
 
 def _format_axes(axes: tuple[str, ...], mesh: dict[str, int]) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import Architecture, LoraConfig, OptimizerConfig
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.model.adapter_specs import trained_specs
 from jaxllm.model.specs import ParamSpec, is_spec, map_specs
 
@@ -63,9 +63,7 @@ def make_optimizer(
     gradients and moments: in float16, Adam's epsilon is 0, and in bfloat16, a second moment stops growing. Between
     updates, moments are stored in `config.moment_dtype`.
 
-    Sources: Adam, Kingma & Ba 2015; AdamW, Loshchilov & Hutter 2019; Adafactor, Shazeer & Stern 2018 (its
-    update is relative to each array's RMS); Lion, Chen et al. 2023; Muon, Jordan 2024, scaled to Adam's RMS
-    as in Liu et al. 2025, on the matrices inside blocks, and Nesterov Adam on embeddings, head, biases and norms.
+    The rules and their sources are in `jaxllm.config.optimizers`.
 
     Args:
       config: Optimizer configuration.
@@ -74,24 +72,10 @@ def make_optimizer(
         of an adapter as two separate matrices.
     """
     specs = trained_specs(model, lora or LoraConfig())
-    name = config.name
-    if name == "sgd":
-        direction = optax.identity()
-    elif name == "momentum":
-        direction = optax.trace(decay=config.b1)
-    elif name in ("adam", "adamw"):
-        direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    elif name == "adafactor":
-        direction = optax.chain(
-            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
-        )
-    elif name == "lion":
-        direction = optax.scale_by_lion(config.b1, config.b2)
-    else:
-        direction = _muon(config, specs)
+    record = OPTIMIZERS[config.name]
+    direction = record.rule(config, specs)
     decays = map_specs(lambda spec: spec.decays, specs)
-    # `adam` has no weight decay; `adamw` is Adam with decoupled weight decay.
-    weight_decay = 0.0 if name == "adam" else config.weight_decay
+    weight_decay = config.weight_decay if record.weight_decay else 0.0
     decay = optax.add_decayed_weights(weight_decay, decays) if weight_decay else optax.identity()
     return _in_float32(optax.chain(direction, decay), jnp.dtype(config.moment_dtype), specs)
 
@@ -134,29 +118,6 @@ def map_state(function: Callable[[Any, str, ParamSpec | None], Any], opt_state: 
         return function(leaf, "", None)
 
     return jax.tree_util.tree_map_with_path(visit, opt_state)
-
-
-def _muon(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
-    def dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
-        if spec.role != "matrix":
-            return None
-        output = [i for i, axis in enumerate(spec.axes) if i not in spec.fan_in and not _is_matrix_batch(spec, i, axis)]
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=spec.fan_in, output_axis=tuple(output))
-
-    return optax.contrib.muon(
-        learning_rate=-1.0,  # optax multiplies by −learning_rate; −1 gives the plain direction
-        beta=config.b1,
-        adam_b1=config.b1,
-        adam_b2=config.b2,
-        eps=config.eps,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=map_specs(dimensions, specs),
-    )
-
-
-def _is_matrix_batch(spec: ParamSpec, index: int, axis: str) -> bool:
-    """Returns whether a dimension stacks matrices: layers, and experts, except the router's, which are its outputs."""
-    return axis == "layers" or (axis == "experts" and index < min(spec.fan_in))
 
 
 def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array, ""]]:

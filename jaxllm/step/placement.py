@@ -76,7 +76,7 @@ class Layout:
                 return whole
             placement = by_spec[id(spec)]
             if leaf.shape != placement.shape:  # a factored moment or its placeholder: replicated
-                placement = Placement(leaf.shape, ((),) * leaf.ndim, None)
+                placement = Placement(leaf.shape, ((),) * leaf.ndim, leaf.shape)
             return mesh_lib.named_sharding(self.mesh, placement, memory(self.host_moments))
 
         specs = jax.tree.leaves(self.specs, is_leaf=is_spec)

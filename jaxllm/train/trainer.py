@@ -63,7 +63,7 @@ class Trainer:
         self._config, self._workdir, self._console = config, workdir, console
         self._model = architectures.resolve_config(config)
         self._mesh = mesh.make_mesh(config.mesh)
-        self._recipe = programs.make_step_spec(config, self._model, jax.default_backend())
+        self._step_spec = programs.make_step_spec(config, self._model, jax.default_backend())
         self._bill = TrainingBill(config, self._model, console)
         vocab_size, text = self._model.vocab_size, self._start.text
         split = sources.split(config.data, vocab_size, text)
@@ -105,7 +105,7 @@ class Trainer:
 
     def _run(self, checkpoints: Checkpointer) -> int:
         config = self._config
-        abstract = programs.abstract_state(config, self._recipe, self._mesh)
+        abstract = programs.abstract_state(config, self._step_spec, self._mesh)
         restored = checkpoints.restore(abstract)
         first = restored.step if restored else 0
         if first >= config.train.steps:
@@ -126,22 +126,22 @@ class Trainer:
             if config.init_from:
                 self._say(f"config.init_from ({config.init_from}) is not read again")
         elif self._start.source:
-            state = programs.state_from(config, self._recipe, self._mesh, self._start.source.load)
+            state = programs.state_from(config, self._step_spec, self._mesh, self._start.source.load)
             self._say(f"starting from the weights of {config.init_from}")
             if state.frozen is not None:
                 frozen.write(self._workdir, state.frozen, self._job)
         else:
-            state = programs.init_state(config, self._recipe, self._mesh).jitted()
+            state = programs.init_state(config, self._step_spec, self._mesh).jitted()
         del restored
         self.clock.lap("start-up")
         self._doing = "while the training step was compiled"
-        train_step = programs.train_step(config, self._recipe, self._mesh).compile()
-        eval_step = programs.eval_step(config, self._recipe, self._mesh).compile()
+        train_step = programs.train_step(config, self._step_spec, self._mesh).compile()
+        eval_step = programs.eval_step(config, self._step_spec, self._mesh).compile()
         self._say(f"compiled in {self.clock.lap('compile'):.1f} s")
         recorded = self._workdir if self._job.is_leader else None
         with MetricsWriter(recorded, first, config.log.tensorboard) as metrics, StopSignals(self._job, first) as stop:
             self._watch.tick, self._watch.is_hurried = stop.tick, lambda: stop.is_agreeing
-            told = {"jax": jax.__version__, "attention": self._recipe.attention.line}
+            told = {"jax": jax.__version__, "attention": self._step_spec.attention.line}
             metrics.write("event", first, event="resume" if first else "start", **told)
             return self._steps(first, state, train_step, eval_step, checkpoints, metrics, stop)
 

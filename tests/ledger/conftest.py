@@ -4,6 +4,8 @@ import compiler
 import jax
 import pytest
 
+from jaxllm.ledger.formula.exact import layout
+
 # They read matmuls and collectives, which no fusion changes.
 OTHERS = ("test_compute", "test_communication")
 
@@ -18,3 +20,11 @@ def _as_users_compile(monkeypatch, request):
         return compile_(lowered, compiler.OWN | (compiler_options or {}), **more)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_so)
+
+
+@pytest.fixture
+def fresh_layouts():
+    """Clears cached layouts before and after a test that changes the rules they are made with."""
+    layout.clear_caches()
+    yield
+    layout.clear_caches()

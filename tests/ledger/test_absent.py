@@ -22,7 +22,7 @@ from jaxllm.ledger import rows
 from jaxllm.ledger.compiled import absent, attached, task_programs
 from jaxllm.ledger.compiled.attached import Inspection
 from jaxllm.ledger.report import terminal
-from jaxllm.ledger.rows import Ledger, Unknown
+from jaxllm.ledger.rows import Ledger, Row, Unknown
 from jaxllm.parallel import mesh
 
 QUICKSTART = ("--config", "configs/quickstart.py", "--config.model.layers=1", "--config.optimizer.name=sgd")
@@ -163,7 +163,7 @@ def test_the_command_for_people_fits_a_hundred_columns():
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-LEDGER = Ledger("train", "m", 5, "d", 8, (rows.row("weights", "weights", rows.PERSISTENT, "1", 110),), 1000)
+LEDGER = Ledger("train", "m", 5, "d", 8, (Row("weights", "weights", rows.PERSISTENT, 110, "1"),), 1000)
 FIGURES = dict.fromkeys(attached.NAMES, 0) | {"arguments": 60, "temps": 40, "peak": 100, "flops": Unknown("no flops")}
 GATHER = {
     "op": "all-gather",

@@ -194,12 +194,12 @@ def test_sqrt_remat_keeps_twice_the_root(layers):  # Chen et al. 2016, section 4
     ledger = training(dataclasses.replace(BASE, layers=layers), run(remat_policy="sqrt"), "fp32")
     inputs = held(ledger, BLOCK_INPUT, BOUNDARY) // (4 * 128 * BASE.width * 4)
     one = training(BASE, run(remat_policy="none"), "fp32")
-    block = (one.kind_bytes("activations", BOUNDARY) - outside(one)) // BASE.layers
+    block = (one.kind_bytes("activations", BOUNDARY) - in_hbm(one)) // BASE.layers
     assert inputs == math.isqrt(layers)
     assert held(ledger, "blocks of one group", BACKWARD) == math.isqrt(layers) * block
 
 
-def outside(ledger: Ledger) -> int:
+def in_hbm(ledger: Ledger) -> int:
     names = ("token ids", "rotary angles", "final norm")
     return sum(held(ledger, name, BOUNDARY) for name in names)
 

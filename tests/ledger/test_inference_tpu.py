@@ -129,17 +129,17 @@ def test_without_the_vector_memory_small_runs_are_off():
         (
             ("gpt2", 8, 1024, 128, "bf16", "int8", "v5e"),
             tpu_attention,
-            "_beside_turned",
+            "_transposed_stack",
             lambda one, left, values, slots: left,
         ),
         (
             ("llama3.2-1b", 8, 8192, 128, "bf16", "bf16", "v5e"),
             tpu_attention,
-            "_written_twice",
+            "_stores_exponentials",
             lambda one, slots: False,
         ),
         (("smollm2-360m", 1, 2048, 128, "bf16", "bf16", "v5e"), inference_tpu, "_table", lambda one: []),
-        (("gpt2", 8, 1024, 128, "fp32", "fp32", "v5e"), inference_tpu, "_through_all_layers", lambda one: []),
+        (("gpt2", 8, 1024, 128, "fp32", "fp32", "v5e"), inference_tpu, "_live_in_all_layers", lambda one: []),
         (
             ("smollm2-360m", 8, 4096, 128, "bf16", "int8", "v5e"),
             tpu_pass.Prefill,
@@ -147,7 +147,7 @@ def test_without_the_vector_memory_small_runs_are_off():
             property(lambda one: 0),
         ),
     ],
-    ids=["turned values", "exponentials", "table", "bfloat16 weights", "scales"],
+    ids=["transposed values", "exponentials", "table", "bfloat16 weights", "scales"],
 )
 def test_an_array_forgotten_is_caught(monkeypatch, cell, module, name, fault):
     assert abs(gap(cell)) < abs(TOO_LOW)
@@ -166,9 +166,9 @@ def test_arrays_of_one_layer_by_hand():
     assert "values in float32" not in wide
     narrow = {row.name: row for row in rows_of(model, "int8")}
     assert narrow["values in float32"].bytes_per_device == 2 * 2 * 256 * 128 * 4
-    assert "stack of values, turned" not in narrow, "a head fills the lanes"
+    assert "stack of values, transposed" not in narrow, "a head fills the lanes"
     halved = {row.name: row for row in rows_of(dataclasses.replace(model, head_dim=64), "int8")}
-    assert halved["stack of values, turned"].bytes_per_device == 3 * 2 * 2 * 256 * 128
+    assert halved["stack of values, transposed"].bytes_per_device == 3 * 2 * 2 * 256 * 128
     assert halved["values in float32"].bytes_per_device == 2 * 2 * 256 * 128 * 4
 
 

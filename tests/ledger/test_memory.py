@@ -4,11 +4,14 @@ import dataclasses
 import itertools
 
 import models
+import optax
 import pytest
 
 from jaxllm import programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import CHOICES, Architecture, Config
+from jaxllm.config.optimizers import OPTIMIZERS as OPTIMIZER_RECORDS
+from jaxllm.config.optimizers import Optimizer, Slot
 from jaxllm.errors import UserError
 from jaxllm.ledger import trace
 from jaxllm.ledger.compiled import attached
@@ -143,7 +146,17 @@ def test_a_forgotten_moment_is_caught():
     assert any(fault.startswith("optimizer:") for fault in of_state(broken, BASE, config).faults(0.5))
 
 
-def test_a_stage_that_does_not_split_is_caught(monkeypatch):
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_an_optimizer_is_one_record(monkeypatch, forgotten):
+    """With its record alone, a new optimizer trains, and its bill is exact; without a slot, the bill is wrong."""
+    slots = () if forgotten else (Slot("v, mean square", lambda spec: spec.shape),)
+    rule = lambda config, specs: optax.scale_by_rms(config.b2, config.eps)  # noqa: E731
+    monkeypatch.setitem(OPTIMIZER_RECORDS, "rmsprop", Optimizer(rule, slots))
+    config = run(optimizer_name="rmsprop", mesh_data=4, mesh_zero=2)
+    assert of_state(training(BASE, config, "fp32"), BASE, config).ok(0.0) != forgotten
+
+
+def test_a_stage_that_does_not_split_is_caught(fresh_layouts, monkeypatch):
     config = run(mesh_data=4, mesh_zero=3)
     kept = dataclasses.replace(config.mesh, zero=0)
     whole = mesh.placements

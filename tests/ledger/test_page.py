@@ -171,7 +171,7 @@ def test_sources_lose_annotations_and_keep_fields():
 def test_the_page_carries_the_closed_forms_and_no_program():
     modules, absent = sources.embedded()
     formulas = ("training_memory", "inference_memory", "flops", "exact.run", "exact.state", "exact.optimizer_slots")
-    for name in (*formulas, "fitted.train.step", "fitted.train.gpu"):
+    for name in (*formulas, "fitted.train.cpu", "fitted.train.gpu"):
         assert f"jaxllm.ledger.formula.{name}" in modules
     programs = r"jaxllm\.(programs|decode|kernels|model\.(?!specs|adapter_specs))"
     assert not [name for name in modules if re.match(programs, name)]

@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ledgers
 import pytest
 import runs
 from rich.console import Console
@@ -19,9 +20,9 @@ from jaxllm.ledger.rows import BACKWARD, PERSISTENT, Ledger, Row, Unknown
 STATE = {"weights": {"w": jnp.zeros(100)}, "optimizer": {"m": jnp.zeros(100)}}
 STATE["state"] = dict(STATE)
 ROWS = (
-    Row("weights", "weights", PERSISTENT, 400, "100 × 4 B = 400 B"),
-    Row("m", "optimizer", PERSISTENT, 400, "100 × 4 B = 400 B"),
-    Row("gradients", "gradients", BACKWARD, 400, "100 × 4 B = 400 B"),
+    Row("weights", "weights", PERSISTENT, 400, "100 × 4 B"),
+    Row("m", "optimizer", PERSISTENT, 400, "100 × 4 B"),
+    Row("gradients", "gradients", BACKWARD, 400, "100 × 4 B"),
 )
 LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 10_000)
 
@@ -54,7 +55,8 @@ def test_nothing_measured_is_unknown_everywhere():
 
 def test_json_is_the_ledgers_with_its_columns():
     value = json.loads(json.dumps(reconcile(LEDGER, {"peak": 1000}, None, STATE).to_json()))
-    assert Ledger.from_json(value) == LEDGER
+    assert value["rows"] == LEDGER.to_json()["rows"]
+    assert value["peak_bytes_per_device"] == ledgers.peak(value) == LEDGER.peak_bytes
     assert value["columns"]["compiled"]["peak"] == 1000
     assert value["columns"]["device"]["persistent"] == 800
     assert value["columns"]["device"]["peak"] == {"unknown": "no device was asked"}
@@ -188,7 +190,7 @@ def test_the_command_prints_json_and_nothing_else(tmp_path):
     value = json.loads(done.stdout)
     assert (value["parameters"], value["fits"]) == (124_439_808, False)
     assert value["compute"]["bound"] in ("compute", "bandwidth")
-    assert Ledger.from_json(value).to_json() == value
+    assert value["peak_bytes_per_device"] == ledgers.peak(value) > value["capacity_bytes"]
 
 
 def test_the_command_bills_inference_and_refuses_too_long_a_context(tmp_path):
@@ -198,6 +200,6 @@ def test_the_command_bills_inference_and_refuses_too_long_a_context(tmp_path):
     narrow = command(tmp_path, "--task=infer", "--batch=2", "--context=1024", "--weights=int4", "--cache=int8")
     assert "× 4 bits" in narrow.stdout
     assert "KV cache scales, full" in narrow.stdout
-    oom_message = command(tmp_path, "--task=infer", "--context=4096")
-    assert oom_message.returncode == 2
-    assert "--context is 4096" in oom_message.stderr
+    refused = command(tmp_path, "--task=infer", "--context=4096")
+    assert refused.returncode == 2
+    assert "--context is 4096" in refused.stderr

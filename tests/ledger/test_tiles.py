@@ -133,5 +133,5 @@ def test_an_odd_batch_is_tiled():
     config = dataclasses.replace(config)
     model = architectures.resolve_config(config)
     ledger = training(model, config, "bf16", "tpu")
-    padding = {row.bytes_per_device for row in ledger.rows if row.name == "padding of tiles of the batch"}
+    padding = {row.bytes_per_device for row in ledger.rows if row.name == "tile padding of the batch"}
     assert padding == {5 * (4 * 1024 - 3 * 1000) * 4}

@@ -15,12 +15,12 @@ from jaxllm import programs
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
 from jaxllm.hardware import detect
-from jaxllm.ledger import device, rows, trace
+from jaxllm.ledger import device, trace
 from jaxllm.ledger.compiled import attached
-from jaxllm.ledger.formula.exact import run as run_lib
+from jaxllm.ledger.formula.exact import layout as layout_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
-from jaxllm.ledger.rows import BACKWARD, BOUNDARY, HOST, PERSISTENT, PHASES, UPDATE, Ledger, Unknown
+from jaxllm.ledger.rows import BACKWARD, BOUNDARY, HOST, PERSISTENT, PHASES, UPDATE, Ledger, Row, Unknown
 from jaxllm.model.specs import param_specs, parameter_count
 from jaxllm.parallel import mesh
 
@@ -114,7 +114,7 @@ def test_adam_costs_twelve_persistent_bytes():  # the same reports: 12 or 20?
 def test_memory_that_others_hold_is_not_ours():  # huggingface/transformers#16987, accelerate#2910, vllm#783
     """A run of 70 GB fits an empty device of 80 GB, but not with 15 GB in use."""
     h100 = detect.by_name("h100")
-    needs = rows.row("weights", "weights", PERSISTENT, "70 GB", 70 * 10**9)
+    needs = Row("weights", "weights", PERSISTENT, 70 * 10**9, "70 GB")
 
     def verdict(held: int) -> bool | None:
         return Ledger("train", "x", 1, "H100", 1, (needs,), device.available_to_task(h100, held)).fits
@@ -139,10 +139,10 @@ def test_memory_that_others_hold_on_a_gpu_is_what_is_used_beside_our_arrays():
     assert device.available_bytes(Gpu()) == 65 * 10**9
 
 
-def test_a_head_left_out_is_caught(monkeypatch):
+def test_a_head_left_out_is_caught(fresh_layouts, monkeypatch):
     config = run()
     headless = {name: part for name, part in param_specs(GPT).items() if name != "head"}
-    monkeypatch.setattr(run_lib, "param_specs", lambda model: headless)
+    monkeypatch.setattr(layout_lib, "_declared", lambda model, lora: headless)
     untied = dataclasses.replace(GPT, tied_embeddings=True)
     broken = training(untied, config, "fp32")
     result = reconcile(broken, trace_figures=trace.figures(config, GPT, "cpu"))

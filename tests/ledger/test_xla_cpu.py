@@ -7,8 +7,8 @@ import pytest
 from test_memory import BASE, run
 
 from jaxllm.ledger.formula.exact import run as run_lib
-from jaxllm.ledger.formula.fitted.train import cpu_moments, step
-from jaxllm.ledger.formula.training_memory import training
+from jaxllm.ledger.formula.fitted.train import cpu_moments
+from jaxllm.ledger.formula.training_memory import step_rows, training
 from jaxllm.ledger.rows import BACKWARD, BOUNDARY
 
 NUMBERS = sum(p.spec.size for p in run_lib.make(BASE, run(), "fp32", "cpu").parameters)
@@ -17,7 +17,7 @@ TABLE = BASE.vocab_size * BASE.width
 
 def phase(config, name, model=BASE):
     """Returns row name -> bytes in a phase."""
-    made = step.step_rows(run_lib.make(model, config, config.precision.policy, "cpu"))
+    made = step_rows(run_lib.make(model, config, config.precision.policy, "cpu"))
     return {row.name: row.bytes_per_device for row in made if row.phase == name}
 
 
@@ -73,7 +73,7 @@ def test_only_adafactor_on_one_device_keeps_squares_over_micro_batches():
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA of JAX 0.12 keeps none of it")
 def test_a_model_without_a_loop_makes_more_in_its_forward_pass():
     loop, none = (dataclasses.replace(BASE, unroll=unroll) for unroll in (1, BASE.layers))
-    name = "for gradients, of unrolled layers"
+    name = "saved for gradients of unrolled layers"
     assert name not in phase(run(), BOUNDARY, loop)
     assert phase(run(), BOUNDARY, none)[name] > 0
     assert training(none, run(), "fp32").peak_bytes > training(loop, run(), "fp32").peak_bytes

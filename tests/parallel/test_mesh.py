@@ -54,8 +54,7 @@ def test_nothing_is_left_whole(name, axes):
         axes = {"data": 64}
     placed = split(model, **axes)
     assert all(p.zero_dim is not None for p in placed.values())
-    sizes = mesh.axis_sizes(MeshConfig(**axes))
-    stored = sum(p.elements_per_device(sizes) for p in placed.values())
+    stored = sum(p.elements_per_device for p in placed.values())
     specs = jax.tree.leaves(param_specs(model), is_leaf=is_spec)
     count = sum(spec.size for spec in specs)
     ways = axes["data"] * axes.get("tensor", 1)
@@ -66,7 +65,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded():  # jax#26946, #27808
     sizes = mesh.axis_sizes(MeshConfig(tensor=8))
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=False)
     assert placed.shape == (24, 16)
-    assert placed.elements_per_device(sizes) == 3 * 16
+    assert placed.elements_per_device == 3 * 16
     # Over `data`, the other dimension is used if it divides.
     sizes = mesh.axis_sizes(MeshConfig(data=8))
     placed = placement("embed", (17, 16), ("vocab", "embed"), sizes, zero=True)
@@ -132,4 +131,4 @@ def test_shares_on_a_device_are_what_jax_says():
             size = 1
             for n in shape:
                 size *= n
-            assert placed.elements_per_device(mesh.axis_sizes(config)) == size
+            assert placed.elements_per_device == size

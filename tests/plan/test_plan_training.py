@@ -51,7 +51,8 @@ def small(count: int = 4, batch: int = 4, **fields) -> SearchSpace:
 
 def forget():
     """Clears the caches of earlier counts."""
-    for cached in (layout._leaves, layout._placed, layout.layout_of, optimizer_slots._held, optimizer_slots._counted):
+    layout.clear_caches()
+    for cached in (optimizer_slots._shards, optimizer_slots._counted):
         cached.cache_clear()
     states._stored.cache_clear()
 

@@ -59,7 +59,7 @@ def test_activations_are_linear_in_the_batch(case, times):
     assert one.keys() == many.keys()
     of_experts = ("mlp_up", "mlp_gate", "mlp_hidden", "mlp_down") if model.experts else ()
     for name in one:
-        if name == "tokens counted":
+        if name == "count of real tokens":
             assert one[name] == many[name] == 4
         elif name in of_experts:
             tokens = case.config.train.batch_size * case.config.data.sequence_length

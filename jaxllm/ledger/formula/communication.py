@@ -118,7 +118,7 @@ def _gradients(run: TrainingRun) -> Iterator[Transfer]:
         # The lookup and the head matmul each reduce the gradient of a tied table.
         if stage >= 2 and not run.layout.frozen and run.model.tied_embeddings:
             table = next(p for p in run.parameters if p.name == "embed.tokens")
-            count += run.per_device(table.sharded) * run.mesh["data"]
+            count += table.sharded.elements_per_device * run.mesh["data"]
         count *= accumulate if stage > 1 else 1
         yield _transfer(run, "gradients", "reduce-scatter", ("data",), count, size)
     over = ("replica",) if stage else ("replica", "data")
@@ -142,7 +142,7 @@ def _split_over_tensor(layout: Layout, shares: bool) -> tuple[int, int]:
     """
     split = whole = 0
     for parameter in layout.trained:
-        count = layout.per_device(parameter.sharded) if shares else layout.compute_elements(parameter)
+        count = parameter.sharded.elements_per_device if shares else parameter.compute_elements
         if any("tensor" in axes for axes in parameter.weight.axes):
             split += count
         else:

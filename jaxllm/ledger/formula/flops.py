@@ -21,19 +21,18 @@ import math
 from collections.abc import Mapping
 
 from jaxllm.config import Architecture, Config, LoraConfig
+from jaxllm.config.optimizers import MUON_STEPS, OPTIMIZERS
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.activations import head_elements
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, Block, block, kinds, visible_pairs
 from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora
-from jaxllm.ledger.formula.exact.optimizer_slots import elements_held
+from jaxllm.ledger.formula.exact.optimizer_slots import total_elements
 from jaxllm.ledger.formula.exact.run import FLOAT32, Layout, TrainingRun
 from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.model.adapter_specs import adapter_specs
 from jaxllm.model.specs import ParamSpec, cache_slots, param_specs
 
-# Newton-Schulz iterations of optax's Muon.
-MUON_STEPS = 5
 # Convention of `Work.flops`, printed with the figures.
 EXECUTED = "executed: recomputation and masked pairs of attention included"
 
@@ -81,7 +80,7 @@ def matmul_parameters(model: Architecture) -> int:
 
 def _active(spec: ParamSpec, model: Architecture) -> int:
     """Returns the elements of an array that one token uses: its active experts' matrices, or the whole array."""
-    if any(axis == "experts" and _counts_matrices(spec, i) for i, axis in enumerate(spec.axes)):
+    if any(spec.axes[dim] == "experts" for dim in spec.stacked):
         return spec.size // model.experts * model.experts_per_token
     return spec.size
 
@@ -147,12 +146,13 @@ def step(run: TrainingRun) -> Work:
     trained = run.total("compute", trained=True)
     logits = run.step_tokens * head_elements(run) // run.model.width
     casts = trained * (run.param_bytes + run.compute_bytes) if run.mixed else 0
+    slots = total_elements(run.config.optimizer.name, run.layout)
     moved = {
         "weights": accumulate * whole * run.compute_bytes * (3 if again else 2) + casts,
         "gradients": accumulate * trained * (2 * run.compute_bytes + 2 * FLOAT32 * run.accumulates),
         "activations": accumulate * _activation_bytes(run),
         "logits": 4 * logits * FLOAT32,
-        "optimizer": updated * (run.compute_bytes + 2 * run.param_bytes) + 2 * elements_held(run) * run.moment_bytes,
+        "optimizer": updated * (run.compute_bytes + 2 * run.param_bytes) + 2 * slots * run.moment_bytes,
     }
     executed["optimizer"] = _optimizer_flops(run.config.optimizer.name, run.layout)
     return Work(executed, moved, run.step_tokens)
@@ -162,27 +162,19 @@ def step(run: TrainingRun) -> Work:
 def _optimizer_flops(name: str, layout: Layout) -> int:
     """Returns the matmul FLOPs of one optimizer update on one device: Muon's; 0 for all other optimizers.
 
-    A Newton-Schulz step multiplies a matrix X of size m ≤ n: A = X·Xᵀ, A·A, and a polynomial of A with X (Jordan 2024);
-    there are five steps. At best, a device computes its shard of them: how they are sharded is up to the partitioner.
+    A Newton-Schulz step multiplies a matrix X of size m ≤ n: A = X·Xᵀ, A·A, and a polynomial of A with X (Jordan 2024).
+    At best, a device computes its shard of them: how they are sharded is up to the partitioner.
     """
-    if name != "muon":
+    if not OPTIMIZERS[name].orthogonalizes:
         return 0
     total = 0
     for parameter in layout.trained:
-        spec = parameter.spec
-        if spec.role == "matrix":
-            rows = math.prod(spec.shape[i] for i in spec.fan_in)
-            columns = math.prod(spec.shape[i] for i in range(len(spec.shape)) if not _counts_matrices(spec, i)) // rows
-            m, n = sorted((rows, columns))
-            whole = spec.size // (m * n) * MUON_STEPS * (4 * m * m * n + 2 * m**3)
-            total += whole * layout.per_device(parameter.moment) // math.prod(parameter.moment.shape)
+        if parameter.spec.role == "matrix":
+            count, *sides = parameter.spec.matrices
+            m, n = sorted(sides)
+            flops = count * MUON_STEPS * (4 * m * m * n + 2 * m**3)
+            total += flops * parameter.moment.elements_per_device // math.prod(parameter.moment.shape)
     return total
-
-
-def _counts_matrices(spec: ParamSpec, dimension: int) -> bool:
-    """Returns whether a dimension enumerates independent matrices: layers or experts."""
-    axis = spec.axes[dimension]
-    return axis == "layers" or (axis == "experts" and dimension < min(spec.fan_in))
 
 
 def head_flops(run: TrainingRun) -> int:

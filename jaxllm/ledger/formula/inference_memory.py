@@ -5,7 +5,6 @@ Exact: the persistent phase. Approximate: the workspaces of prefill and decode (
 
 from jaxllm.config import Architecture
 from jaxllm.config import attention as attention_choice
-from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.exact.formats import ITEMSIZE as ITEMSIZE
 from jaxllm.ledger.formula.exact.run import FLOAT32
@@ -60,8 +59,9 @@ def inference(
         held = cache_dtype if use_cache else ""
         made.append(inference_tpu.state_padding(model, batch, capacity, weight_dtype, held))
     for phase, tokens in ((PREFILL, chunk), (DECODE, 1)) if use_cache else ((DECODE, capacity),):
-        how = (weight_dtype, platform, phase, use_cache, cache_dtype, vector_memory)
-        made += workspace_rows(model, batch, capacity, tokens, *how)
+        made += workspace_rows(
+            model, batch, capacity, tokens, weight_dtype, platform, phase, use_cache, cache_dtype, vector_memory
+        )
     if prompt_logprobs:
         made += _scoring(model, batch, chunk)
     parameters = sum(spec.size for spec in leaves(param_specs(model)))
@@ -82,14 +82,14 @@ def weight_rows(model: Architecture, weight_dtype: str) -> list[Row]:
     size = sum(map(stored.element_bytes, specs))
     count = sum(spec.size for spec in specs)
     if not stored.scaled:
-        return [rows.row("weights", "weights", PERSISTENT, f"{count:,} × {stored.bits // 8} B", size)]
+        return [Row("weights", "weights", PERSISTENT, size, f"{count:,} × {stored.bits // 8} B")]
     wide = sum(spec.size for spec in specs if not spec.decays)
     formula = f"{count - wide:,} × {stored.bits} bits + {wide:,} × 2 B"
     scales = sum(map(stored.scale_bytes, specs))
     scale = f"{scales // formats.SCALE_BYTES:,} × {formats.SCALE_BYTES} B"
     return [
-        rows.row("weights", "weights", PERSISTENT, formula, size),
-        rows.row("scales", "weights", PERSISTENT, scale, scales),
+        Row("weights", "weights", PERSISTENT, size, formula),
+        Row("scales", "weights", PERSISTENT, scales, scale),
     ]
 
 
@@ -100,35 +100,33 @@ def cache_rows(model: Architecture, batch: int, capacity: int, cache_dtype: str)
     """
     kinds = [*model.pattern * model.repeats, *model.tail]
     itemsize, scale = formats.cache_itemsize(cache_dtype)
-    made, numbers = [], 0
+    made, elements = [], 0
     for kind in sorted(set(kinds)):
         layers, slots = kinds.count(kind), cache_slots(model, kind, capacity)
         heads = 2 * layers * batch * slots * model.kv_heads
-        numbers += heads * model.head_dim
+        elements += heads * model.head_dim
         count = f"2 × {layers} layers × {batch} × {slots:,} tokens × {model.kv_heads} heads"
         formula = f"{count} × {model.head_dim} × {itemsize} B"
         size = heads * model.head_dim * itemsize
-        made.append(rows.row(f"KV cache, {kind}", "KV cache", PERSISTENT, formula, size))
+        made.append(Row(f"KV cache, {kind}", "KV cache", PERSISTENT, size, formula))
         if scale:
-            row = rows.row(f"KV cache scales, {kind}", "KV cache", PERSISTENT, f"{count} × {scale} B", heads * scale)
+            row = Row(f"KV cache scales, {kind}", "KV cache", PERSISTENT, heads * scale, f"{count} × {scale} B")
             made.append(row)
-    assert numbers == sum(spec.size for spec in leaves(cache_specs(model, batch, capacity))), numbers
+    assert elements == sum(spec.size for spec in leaves(cache_specs(model, batch, capacity))), elements
     return made
 
 
 def _tokens(batch: int, capacity: int) -> list[Row]:
     """Returns the row of the token buffer that replaces the KV cache when decoding without one."""
     size = batch * capacity * TOKEN
-    return [rows.row("tokens so far", "decode state", PERSISTENT, f"{batch} × {capacity:,} × {TOKEN} B", size)]
+    return [Row("tokens so far", "decode state", PERSISTENT, size, f"{batch} × {capacity:,} × {TOKEN} B")]
 
 
 def _state(model: Architecture, batch: int) -> list[Row]:
     V = model.vocab_size
     return [
-        rows.row("tokens seen", "decode state", PERSISTENT, f"{batch} × {V:,} × 1 B", batch * V),
-        rows.row(
-            "lengths, limits, sampling", "decode state", PERSISTENT, f"{batch} × {ROW_BYTES} B", batch * ROW_BYTES
-        ),
+        Row("tokens seen", "decode state", PERSISTENT, batch * V, f"{batch} × {V:,} × 1 B"),
+        Row("lengths, limits, sampling", "decode state", PERSISTENT, batch * ROW_BYTES, f"{batch} × {ROW_BYTES} B"),
     ]
 
 
@@ -139,4 +137,4 @@ def _scoring(model: Architecture, batch: int, chunk: int) -> list[Row]:
     """
     size = batch * chunk * model.vocab_size * FLOAT32
     formula = f"{batch} × {chunk:,} tokens × {model.vocab_size:,} × 4 B"
-    return [rows.row("log-probabilities of the prompt", "logits", PREFILL, formula, size)]
+    return [Row("log-probabilities of the prompt", "logits", PREFILL, size, formula)]

@@ -20,14 +20,12 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula import communication, flops
 from jaxllm.ledger.formula.communication import Transfer
 from jaxllm.ledger.formula.exact.block_graph import block
-from jaxllm.ledger.formula.exact.optimizer_slots import elements_held
+from jaxllm.ledger.formula.exact.optimizer_slots import total_elements
 from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.flops import EXECUTED, Work
 from jaxllm.ledger.rows import Unknown, figure_to_json
 
 COMPUTE, BANDWIDTH, INTERCONNECT, HOST_LINK = "compute", "bandwidth", "interconnect", "host link"
-# Precision policy -> dtype of matmul inputs.
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +36,13 @@ class Roofline:
       work: FLOPs and bytes of the program.
       seconds_of: Resource -> busy seconds, for resources that are used and whose rate is known.
       unknown: The rate that is unknown, and its device; "" if all are known.
+      sent_bytes: Training: bytes that one device sends to the others, with ring algorithms.
     """
 
     work: Work
     seconds_of: Mapping[str, float]
     unknown: str = ""
+    sent_bytes: int | None = None
 
     @property
     def seconds(self) -> float | Unknown:
@@ -66,6 +66,7 @@ class Roofline:
             "roofline_seconds": figure_to_json(self.seconds),
             "bound": figure_to_json(self.bound),
             "seconds_of": dict(self.seconds_of),
+            **({} if self.sent_bytes is None else {"sent_bytes": self.sent_bytes}),
         }
 
 
@@ -77,21 +78,23 @@ def train_step(run: TrainingRun, device: Device) -> Roofline:
     Raises:
       UserError: An array cannot be sharded as the mesh requires.
     """
-    sent = 0.0
+    seconds_sending, sent_bytes = 0.0, 0.0
     missing = ""
     for transfer in communication.transfers(run):
+        sent_bytes += transfer.ring_bytes
         rate = ring_rate(transfer, run.mesh, device)
         if rate is None:
             missing = f"the rate between {'hosts' if device.interconnect else 'devices'} of {device.name}"
         else:
-            sent += transfer.ring_bytes / rate
+            seconds_sending += transfer.ring_bytes / rate
     link = 0 if device.platform == "cpu" else host_link_bytes(run)  # a CPU's memory is host memory
-    seconds = {INTERCONNECT: sent} if sent and not missing else {}
+    seconds = {INTERCONNECT: seconds_sending} if seconds_sending and not missing else {}
     if link and device.host_link:
         seconds[HOST_LINK] = link / device.host_link
     elif link:
         missing = f"the rate between {device.name} and its host"
-    return _roofline(flops.step(run), device, _DTYPES[run.policy], seconds, missing)
+    least = _roofline(flops.step(run), device, run.dtype, seconds, missing)
+    return dataclasses.replace(least, sent_bytes=round(sent_bytes))
 
 
 def prefill(
@@ -171,7 +174,7 @@ def host_link_bytes(run: TrainingRun) -> int:
 
 def _offloaded(run: TrainingRun) -> Iterator[int]:
     if run.config.optimizer.offload != "none":
-        yield elements_held(run) * run.moment_bytes
+        yield total_elements(run.config.optimizer.name, run.layout) * run.moment_bytes
     if run.config.optimizer.offload == "all":
         yield run.total("weight", trained=True) * run.param_bytes
     if run.remat.kind == "offload":

@@ -8,14 +8,20 @@ Only the configuration, the parameter specs and the mesh rules are read, never t
 compiled program is evidence.
 """
 
+from collections.abc import Iterator
+
 import jax
 
 from jaxllm.config import Architecture, Config
 from jaxllm.ledger.formula.exact import run as run_lib
+from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.exact.state import state_rows
-from jaxllm.ledger.formula.fitted.train.step import step_rows
+from jaxllm.ledger.formula.fitted.train import cpu, gpu, tpu
 from jaxllm.ledger.rows import HOST, Ledger, Row
 from jaxllm.model.specs import ParamSpec, is_spec
+
+# Rules for the memory of a step beside the state: one row per array and phase in which it is alive.
+_PLATFORMS = {"cpu": cpu, "gpu": gpu, "tpu": tpu}
 
 
 def leaves(specs: object) -> list[ParamSpec]:
@@ -33,13 +39,17 @@ def training(model: Architecture, config: Config, policy_name: str, platform: st
     Raises:
       UserError: An array cannot be sharded as the mesh requires, or attention cannot be computed as configured.
     """
-    run = run_lib.make(model, config, policy_name, platform)
+    return bill(run_lib.make(model, config, policy_name, platform))
+
+
+def bill(run: TrainingRun) -> Ledger:
+    """Returns the memory bill of a training run; see `training`."""
     made = (*state_rows(run), *step_rows(run))
     parameters = sum(parameter.spec.size for parameter in run.parameters)
     trained = sum(parameter.spec.size for parameter in run.trained)
     return Ledger(
         "train",
-        config.model.name,
+        run.config.model.name,
         parameters,
         "",
         run.devices,
@@ -47,6 +57,13 @@ def training(model: Architecture, config: Config, policy_name: str, platform: st
         trained=trained,
         attention=run.attention.line,
     )
+
+
+def step_rows(run: TrainingRun) -> Iterator[Row]:
+    """Yields the rows of all training phases except the persistent one."""
+    rules = _PLATFORMS[run.platform]
+    for phase in (rules.forward_rows, rules.boundary_rows, rules.backward_rows, rules.update_rows):
+        yield from phase(run)
 
 
 def _device_then_host(made: tuple[Row, ...]) -> list[Row]:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxllm.ledger.report import groups as view
-from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown, figure_from_json, format_bytes, format_si
+from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown, format_bytes, format_si
 
 DIRECTIONS = {"train": "forward and backward", "infer": "forward only"}
 _UNITS = {"train": "a step", "infer": "a token of each sequence"}
@@ -34,12 +34,13 @@ def lines(train: Ledger, infer: Ledger) -> tuple[Line, ...]:
     made.append(line("peak", [format_bytes(ledger.peak_bytes) for ledger in both]))
     made.append(line("fullest", [_fullest(ledger) for ledger in both]))
     made.append(line("fits", [_fits(ledger) for ledger in both]))
-    made.append(
-        line("FLOPs", [f"{format_si(ledger.compute['flops'], 'FLOP')} {_UNITS[ledger.task]}" for ledger in both])
-    )
-    made.append(line("bytes moved", [format_si(ledger.compute["bytes"], "B") for ledger in both]))
-    made.append(line("at least", [_figure(ledger, "roofline_seconds") for ledger in both]))
-    made.append(line("bottleneck", [_figure(ledger, "bound") for ledger in both]))
+    steps = [ledger.compute for ledger in both if ledger.compute is not None]
+    assert len(steps) == 2, "bills of memory alone cannot be compared"
+    flops = [format_si(step.work.flops, "FLOP") for step in steps]
+    made.append(line("FLOPs", [f"{count} {_UNITS[ledger.task]}" for count, ledger in zip(flops, both, strict=True)]))
+    made.append(line("bytes moved", [format_si(step.work.bytes, "B") for step in steps]))
+    made.append(line("at least", [format_si(step.seconds, "s") for step in steps]))
+    made.append(line("bottleneck", [str(step.bound) for step in steps]))
     return tuple(made)
 
 
@@ -52,8 +53,3 @@ def _fits(ledger: Ledger) -> str:
     if isinstance(capacity, Unknown):
         return "unknown"
     return f"{'yes' if ledger.fits else 'no'}, {ledger.peak_bytes / max(capacity, 1):.0%} of {format_bytes(capacity)}"
-
-
-def _figure(ledger: Ledger, name: str) -> str:
-    figure = figure_from_json(ledger.compute[name])
-    return format_si(figure, "s") if isinstance(figure, float) else str(figure)

@@ -2,19 +2,8 @@
 
 import dataclasses
 
-from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Row
+from jaxllm.ledger.rows import HOST, KINDS, PERSISTENT, PHASES, Ledger
 
-# Group -> kinds of rows. Kinds that no group lists belong to the last.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "weights": ("weights", "master weights", "gathered parameters"),
-    "gradients": ("gradients", "gradient accumulator"),
-    "optimizer states": ("optimizer",),
-    "activations": ("activations",),
-    "logits and loss": ("logits and loss", "logits"),
-    "KV cache": ("KV cache",),
-    "workspace": (),
-}
-REST = "workspace"
 # Group -> colour. Okabe & Ito 2008: distinguishable with any colour vision, on white and on black.
 COLOURS: dict[str, str] = {
     "weights": "#0072b2",
@@ -25,6 +14,7 @@ COLOURS: dict[str, str] = {
     "KV cache": "#cc79a7",
     "workspace": "#999999",
 }
+GROUPS = tuple(COLOURS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +34,6 @@ class Phase:
         return sum(self.groups.values())
 
 
-def group_of(row: Row) -> str:
-    """Returns the group that a row's kind belongs to."""
-    return next((group for group, kinds in GROUPS.items() if row.kind in kinds), REST)
-
-
 def phases(ledger: Ledger) -> tuple[Phase, ...]:
     """Returns the persistent phase, then each phase with rows, in execution order."""
     present = {row.phase for row in ledger.rows}
@@ -65,5 +50,5 @@ def _groups(ledger: Ledger, alive: set[str]) -> dict[str, int]:
     sums = dict.fromkeys(GROUPS, 0)
     for row in ledger.rows:
         if row.phase in alive:
-            sums[group_of(row)] += row.bytes_per_device
+            sums[KINDS[row.kind]] += row.bytes_per_device
     return {group: size for group, size in sums.items() if size}

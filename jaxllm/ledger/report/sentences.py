@@ -1,9 +1,8 @@
 """User-facing sentences of a bill: whether it fits, and the least time of its work."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.ledger.rows import PERSISTENT, Ledger, Row, Unknown, figure_from_json, format_bytes, format_si
+from jaxllm.ledger.rows import Ledger, Unknown, format_bytes, format_si
 
 
 class Footnotes:
@@ -51,27 +50,22 @@ def told_parameters(ledger: Ledger) -> str:
     return f"{ledger.parameters:,} parameters ({ledger.trained:,} trained)"
 
 
-def work(compute: Mapping[str, Any], notes: Footnotes | None = None) -> str:
-    """Returns a sentence with FLOPs, bytes moved, and the roofline time and bound."""
-    seconds, bound = figure_from_json(compute["roofline_seconds"]), figure_from_json(compute["bound"])
+def work(ledger: Ledger, notes: Footnotes | None = None) -> str:
+    """Returns a sentence with the FLOPs and bytes of a step or token, the least time that they take, and its bound."""
+    compute = ledger.compute
+    assert compute is not None, "a bill of memory alone"
+    seconds = compute.seconds
     if isinstance(seconds, Unknown):
         least = f"the least time is {_format_figure(notes, seconds)}"
     else:
-        least = f"at least {format_si(seconds, 's')}, {bound} bound"
-    return f"Work: {format_si(compute['flops'], 'FLOP')}, {format_si(compute['bytes'], 'B')} moved; {least}"
-
-
-def largest(ledger: Ledger, count: int = 3) -> tuple[Row, ...]:
-    """Returns the `count` largest rows of the peak, the largest first."""
-    phases = {PERSISTENT, ledger.peak_phase}
-    there = [row for row in ledger.rows if row.phase in phases and row.bytes_per_device]
-    return tuple(sorted(there, key=lambda row: -row.bytes_per_device)[:count])
+        least = f"at least {format_si(seconds, 's')}, {compute.bound} bound"
+    return f"Work: {format_si(compute.work.flops, 'FLOP')}, {format_si(compute.work.bytes, 'B')} moved; {least}"
 
 
 def largest_first(ledger: Ledger) -> str:
     """Returns a sentence with the largest rows, which to reduce first, and their percentages of the peak."""
     told = (
         f"{row.name} {format_bytes(row.bytes_per_device)} ({row.bytes_per_device / ledger.peak_bytes:.0%})"
-        for row in largest(ledger)
+        for row in ledger.largest_rows(3)
     )
     return f"Largest first: {'; '.join(told)}"

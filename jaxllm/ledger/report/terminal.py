@@ -36,7 +36,7 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
         for row in ledger.rows:
             if row.phase == phase:
                 size = row.bytes_per_device
-                table.add_row(row.name, row.formula.rpartition(" = ")[0], format_bytes(size), share(size, phase))
+                table.add_row(row.name, row.derivation, format_bytes(size), share(size, phase))
         total = ledger.phase_bytes(phase)
         cells = (f"sum: {phase}", "", format_bytes(total), share(total, phase))
         table.add_row(*cells, style="bold", end_section=True)
@@ -53,8 +53,8 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
         sums = ", ".join(f"{phase} {format_bytes(ledger.phase_bytes(phase))}" for phase in others)
         _say(console, f"Phases that need less: {sums}")
     _say(console, verdict(ledger, notes, device.reserved_bytes))
-    if ledger.compute:
-        _say(console, work(ledger.compute, notes))
+    if ledger.compute is not None:
+        _say(console, work(ledger, notes))
     if ledger.attention:
         _say(console, ledger.attention)
     _footnotes(console, notes)

@@ -31,16 +31,16 @@ def rows_between_passes(run: TrainingRun, phase: str) -> Iterator[Row]:
     bytes_each = one.values[BLOCK_INPUT].bytes
     formula = f"{inputs} {'inputs' if grouped else 'layers'} × {bytes_each:,} B"
     if one.saves_input(kept_tags(run)) or grouped:
-        yield rows.row(BLOCK_INPUT, "activations", phase, formula, inputs * bytes_each)
+        yield Row(BLOCK_INPUT, "activations", phase, inputs * bytes_each, formula)
     for tag, each in one.kept(kept_tags(run)).items():
         where = rows.HOST if remat.kind == "offload" else phase
         count = layers - grouped
         if count and not (where == rows.HOST and phase != rows.BOUNDARY):
-            yield rows.row(tag, "activations", where, f"{count} layers × {each:,} B", count * each)
+            yield Row(tag, "activations", where, count * each, f"{count} layers × {each:,} B")
     for name, per_token, tokens in _outside(run, phase):
-        yield rows.row(name, "activations", phase, f"{tokens:,} tokens × {per_token:,} B", tokens * per_token)
+        yield Row(name, "activations", phase, tokens * per_token, f"{tokens:,} tokens × {per_token:,} B")
     if run.model.experts:
-        yield rows.row("tokens counted", "activations", phase, "4 B", FLOAT32)
+        yield Row("count of real tokens", "activations", phase, FLOAT32, "4 B")
 
 
 def _outside(run: TrainingRun, phase: str) -> Iterator[tuple[str, int, int]]:
@@ -53,7 +53,7 @@ def _outside(run: TrainingRun, phase: str) -> Iterator[tuple[str, int, int]]:
     elif run.tensor == 1:
         yield "token ids", _INT32, tokens
     else:  # besides the ids, a mask of those in this device's shard of the vocabulary
-        yield "token ids and whose they are", _INT32 + run.compute_bytes, tokens
+        yield "token ids and vocabulary mask", _INT32 + run.compute_bytes, tokens
     if model.positions == "learned" and frozen:
         pass
     elif model.positions == "learned":
@@ -87,4 +87,4 @@ def head_table(run: TrainingRun) -> Parameter:
 
 def head_elements(run: TrainingRun) -> int:
     """Returns the elements of the head's table that a device computes with."""
-    return run.compute_elements(head_table(run))
+    return head_table(run).compute_elements

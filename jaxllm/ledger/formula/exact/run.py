@@ -17,9 +17,7 @@ from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora, Quantity, layout_o
 from jaxllm.ledger.formula.exact.layout import Layout as Layout
 from jaxllm.ledger.formula.exact.layout import Parameter as Parameter
 from jaxllm.ledger.formula.exact.shard_sizes import Count
-from jaxllm.model.specs import param_specs
 from jaxllm.parallel import mesh as mesh_lib
-from jaxllm.parallel.mesh import Placement
 
 FLOAT32 = 4
 # Precision policy -> bytes per element of (compute arrays, stored weights).
@@ -73,6 +71,11 @@ class TrainingRun:
         return lora_of(self.config)
 
     @property
+    def dtype(self) -> str:
+        """Dtype of matmul inputs."""
+        return _DTYPES[self.policy]
+
+    @property
     def devices(self) -> int:
         return math.prod(self.mesh.values())
 
@@ -122,26 +125,19 @@ class TrainingRun:
         divisors = (size for size in range(1, repeats + 1) if repeats % size == 0)
         return min(divisors, key=lambda size: abs(math.log(size / math.sqrt(repeats))))
 
-    def compute_elements(self, parameter: Parameter) -> int:
-        """A weight's elements on one device during compute, sharded over `tensor` only, without `data` padding."""
-        return self.layout.compute_elements(parameter)
-
-    def per_device(self, placement: Placement) -> int:
-        return self.layout.per_device(placement)
-
-    def total(self, of: Quantity, *groups: str, trained: bool = False) -> Count:
+    def total(self, quantity: Quantity, *groups: str, trained: bool = False) -> Count:
         """Returns the elements on one device of all arrays, or of those of some groups.
 
         Args:
-          of: A placement of `Parameter`, or "compute".
+          quantity: A placement of `Parameter`, or "compute".
           groups: Groups to count; all if none is given.
           trained: Count trained arrays only.
         """
-        return self.layout.total(of, groups, trained)
+        return self.layout.total(quantity, groups, trained)
 
-    def count(self, of: Quantity, parameters: Iterable[Parameter]) -> Count:
+    def count(self, quantity: Quantity, parameters: Iterable[Parameter]) -> Count:
         """Returns the elements on one device of the given arrays."""
-        return self.layout.count(of, parameters)
+        return self.layout.count(quantity, parameters)
 
     def select(self, *groups: str, trained: bool = False) -> list[Parameter]:
         return self.layout.select(groups, trained)
@@ -166,8 +162,6 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Tra
     compute_bytes, param_bytes = _ITEMSIZES[policy]
     mixed, stage = param_bytes != compute_bytes, config.mesh.zero
     layout = layout_of(
-        param_specs,
-        mesh_lib.placements,
         model,
         tuple(mesh_lib.axis_sizes(config.mesh).values()),
         mesh_lib.sharded("weights", stage, mixed),

@@ -8,7 +8,7 @@ from jaxllm.ledger.formula.exact.layout import Layout
 from jaxllm.ledger.formula.exact.optimizer_slots import slot_rows
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.exact.shard_sizes import Count, without_padding
-from jaxllm.ledger.rows import Row
+from jaxllm.ledger.rows import Row, array_row
 
 # Train state besides the arrays: step (int32) and PRNG key (2 × uint32).
 _STATE_BYTES = 4 + 8
@@ -29,18 +29,18 @@ def state_rows(run: TrainingRun) -> list[Row]:
     own, padding = _stored(run.layout, True)
     frozen = run.layout.frozen
     name = "LoRA adapters" if frozen else kind
-    made = [rows.array_row(name, kind, phase, own, run.param_bytes)]
+    made = [array_row(name, kind, phase, own, run.param_bytes)]
     if padding:
-        made.append(rows.array_row(f"padding of {name}", kind, phase, padding, run.param_bytes))
+        made.append(array_row(f"padding of {name}", kind, phase, padding, run.param_bytes))
     if frozen:  # in the compute dtype: no masters, no gradients, no moments
         own, padding = _stored(run.layout, False)
-        made.insert(0, rows.array_row(FROZEN, "weights", rows.PERSISTENT, own, run.compute_bytes))
+        made.insert(0, array_row(FROZEN, "weights", rows.PERSISTENT, own, run.compute_bytes))
         if padding:
-            made.append(rows.array_row(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, run.compute_bytes))
+            made.append(array_row(f"padding of {FROZEN}", "weights", rows.PERSISTENT, padding, run.compute_bytes))
     made += slot_rows(run)
-    made.append(rows.row("step and key", "state", rows.PERSISTENT, f"{FLOAT32} B + 2 × 4 B", _STATE_BYTES))
+    made.append(Row("step and key", "state", rows.PERSISTENT, _STATE_BYTES, f"{FLOAT32} B + 2 × 4 B"))
     if run.policy == "fp16":
-        made.append(rows.row("loss scale", "state", rows.PERSISTENT, "4 B + 4 B", _LOSS_SCALE_BYTES))
+        made.append(Row("loss scale", "state", rows.PERSISTENT, _LOSS_SCALE_BYTES, "4 B + 4 B"))
     if run.platform == "tpu":
         made.append(tpu_tiles.state_padding(run))
     return made

@@ -14,13 +14,11 @@ import functools
 import math
 from collections.abc import Iterator
 
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.layout import Layout
-from jaxllm.ledger.formula.exact.optimizer_slots import FACTORED_FROM, PLACEHOLDER, SLOTS
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.rows import Row
-from jaxllm.model.specs import ParamSpec
-from jaxllm.parallel.mesh import Placement
 
 LANES = 128
 SUBLANES = 8
@@ -30,16 +28,6 @@ ALIGNMENT = LANES * _WORD
 # Kind of the rows of bytes that are not elements of an array.
 PADDING = "tile padding"
 
-# Shapes of optimizer state besides the slots: counters, and the coefficients of Muon's polynomial.
-_BESIDE: dict[str, tuple[tuple[int, ...], ...]] = {
-    "sgd": (),
-    "momentum": (),
-    "adam": ((),),
-    "adamw": ((),),
-    "lion": ((),),
-    "adafactor": ((),),
-    "muon": ((), (), (3,)),
-}
 Array = tuple[tuple[int, ...], int]
 
 
@@ -97,25 +85,25 @@ def state_padding(run: TrainingRun) -> Row:
     more, beside = _frozen(run.layout, run.compute_bytes)
     arrays, size = arrays + more, size + beside
     few: list[Array] = [((), FLOAT32), ((2,), FLOAT32)]  # the step and the PRNG key
-    few += [(shape, FLOAT32) for shape in _BESIDE[optimizer.name]]
+    few += [(shape, FLOAT32) for shape in OPTIMIZERS[optimizer.name].counters]
     if run.policy == "fp16":
         few += [((), FLOAT32), ((), FLOAT32)]  # loss scale and its counter
     arrays, size = arrays + len(few), size + sum(padding(*array) for array in few)
-    return rows.row("padding of tiles", PADDING, rows.PERSISTENT, f"{size:,} B, in {arrays} arrays", size)
+    return Row("tile padding", PADDING, rows.PERSISTENT, size, f"{size:,} B, in {arrays} arrays")
 
 
 def batch_padding(run: TrainingRun, phase: str) -> Iterator[Row]:
     """Yields the row of tile padding of the batch's five arrays, if a device's sequences do not fill tiles."""
     size = padding((run.step_tokens // run.length, run.length), FLOAT32)
     if size:
-        yield rows.row("padding of tiles of the batch", PADDING, phase, f"5 × {size:,} B", 5 * size)
+        yield Row("tile padding of the batch", PADDING, phase, 5 * size, f"5 × {size:,} B")
 
 
 @functools.lru_cache(maxsize=4096)
 def weights_padding(layout: Layout, groups: tuple[str, ...], itemsize: int) -> int:
     """Returns the bytes of tile padding of copies of trained weights; `itemsize` is that of the copies."""
     chosen = layout.select(groups, trained=True)
-    return sum(padding(shape_on_device(layout, parameter.weight), itemsize) for parameter in chosen)
+    return sum(padding(parameter.weight.local_shape, itemsize) for parameter in chosen)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,36 +115,18 @@ def _weights(layout: Layout, itemsize: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=4096)
 def _frozen(layout: Layout, itemsize: int) -> tuple[int, int]:
     """Returns (number of arrays, bytes of tile padding) of the frozen weights."""
-    return len(layout.frozen), sum(padding(shape_on_device(layout, p.weight), itemsize) for p in layout.frozen)
+    return len(layout.frozen), sum(padding(p.weight.local_shape, itemsize) for p in layout.frozen)
 
 
 @functools.lru_cache(maxsize=4096)
 def _slots(name: str, layout: Layout, itemsize: int) -> tuple[int, int]:
     """Returns (number of arrays, bytes of tile padding) of an optimizer's slots."""
     sizes = []
-    for slot in SLOTS[name]:
+    for slot in OPTIMIZERS[name].slots:
         for parameter in layout.trained:
-            elements = slot.elements(parameter.spec)
-            if elements == parameter.spec.size:
-                sizes.append(padding(shape_on_device(layout, parameter.moment), itemsize))
-            elif elements:
-                sizes.append(padding(_factor(slot.name, parameter.spec), itemsize))
+            shape = slot.shape(parameter.spec)
+            if shape == parameter.spec.shape:
+                shape = parameter.moment.local_shape
+            if shape is not None:
+                sizes.append(padding(shape, itemsize))
     return len(sizes), sum(sizes)
-
-
-def _factor(slot: str, spec: ParamSpec) -> tuple[int, ...]:
-    """Returns the shape of an Adafactor slot: without the largest or second largest dimension (optax factored RMS)."""
-    order = sorted(range(len(spec.shape)), key=lambda i: spec.shape[i])
-    factored = len(order) >= 2 and spec.shape[order[-2]] >= FACTORED_FROM
-    if not factored or slot == "v, not factored":
-        return (PLACEHOLDER,)
-    without = order[-1] if slot == "v, by row" else order[-2]
-    return tuple(size for i, size in enumerate(spec.shape) if i != without)
-
-
-def shape_on_device(layout: Layout, placement: Placement) -> tuple[int, ...]:
-    """Returns the shape of an array's shard on one device."""
-    return tuple(
-        size // math.prod(layout.mesh[axis] for axis in axes)
-        for size, axes in zip(placement.shape, placement.axes, strict=True)
-    )

@@ -13,7 +13,7 @@ from jaxllm.ledger import bill, request
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.report import comparison, groups, sentences
 from jaxllm.ledger.request import TASKS, BillRequest
-from jaxllm.ledger.rows import PHASES, Ledger, format_bytes
+from jaxllm.ledger.rows import KINDS, PHASES, Ledger, format_bytes
 
 HERE = "this machine"
 
@@ -180,12 +180,12 @@ def _to_json(ledger: Ledger | str, made: BillRequest) -> dict[str, Any]:
         return {"error": ledger}
     shown = {
         "verdict": sentences.verdict(ledger, reserved_bytes=made.device.reserved_bytes),
-        "work": sentences.work(ledger.compute),
+        "work": sentences.work(ledger),
         "largest": sentences.largest_first(ledger),
         "source": made.device.source,
         "peak_phase": ledger.peak_phase,
         "phases": [{"name": p.name, "total": p.total, "groups": p.groups} for p in groups.phases(ledger)],
-        "groups": [groups.group_of(row) for row in ledger.rows],
+        "groups": [KINDS[row.kind] for row in ledger.rows],
         "texts": [format_bytes(row.bytes_per_device) for row in ledger.rows],
         "sums": {phase: format_bytes(ledger.phase_bytes(phase)) for phase in PHASES},
         "peak": format_bytes(ledger.peak_bytes),

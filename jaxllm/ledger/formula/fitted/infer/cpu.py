@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 
 from jaxllm.ledger.formula.exact.run import FLOAT32
-from jaxllm.ledger.formula.fitted.infer.forward_pass import CUT, Array, Pass, size_of
+from jaxllm.ledger.formula.fitted.infer.forward_pass import SLICED_WEIGHTS, Array, Pass, size_of
 from jaxllm.ledger.rows import PREFILL, Row
 
 _LOOPED = 4096  # rows of scores from which on scores are not materialized
@@ -41,8 +41,8 @@ def loops(one: Pass) -> bool:
 
 def prefill_rows(one: Pass) -> list[Row]:
     """Returns the rows of the largest live set of prefill. Requires `covers(one)`."""
-    moments = [[*_through_the_loop(one), *arrays] for arrays in (_start(one), _attention(one), *_mlp(one))]
-    moments.append([_floats("logits and choice of a token", one.batch, one.model.vocab_size, _CHOICE, kind="logits")])
+    moments = [[*_loop_carry(one), *arrays] for arrays in (_start(one), _attention(one), *_mlp(one))]
+    moments.append([_floats("logits and sampling", one.batch, one.model.vocab_size, _CHOICE, kind="logits")])
     return [each.row(PREFILL) for each in max(moments, key=size_of)]
 
 
@@ -51,7 +51,7 @@ def _floats(name: str, *factors: int, kind: str = "") -> Array:
     return Array(name, math.prod(factors) * FLOAT32, f"{formula} × {FLOAT32} B", kind)
 
 
-def _through_the_loop(one: Pass) -> Iterator[Array]:
+def _loop_carry(one: Pass) -> Iterator[Array]:
     """Yields the arrays computed once for all layers."""
     model = one.model
     masks = len({kind == "sliding" for kind in (*model.pattern, *model.tail)})
@@ -76,7 +76,7 @@ def _of_layer(one: Pass, *names: str) -> int:
 
 
 def _weights(size: int) -> Array:
-    return _floats(CUT, size // FLOAT32, kind="weights")
+    return _floats(SLICED_WEIGHTS, size // FLOAT32, kind="weights")
 
 
 def _hidden(one: Pass, copies: int) -> Array:

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 import jax
 
 from jaxllm.config import Architecture
-from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.rows import Row
 from jaxllm.model.specs import cache_slots, is_spec, param_specs
 
 # Name of the row of weights sliced from their stacks before matmuls read them.
-CUT = "weights of one repeat"
+SLICED_WEIGHTS = "weights of one repeat"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Array:
     kind: str = ""
 
     def row(self, phase: str) -> Row:
-        return rows.row(self.name, self.kind or f"{phase} workspace", phase, self.formula, self.size)
+        return Row(self.name, self.kind or f"{phase} workspace", phase, self.size, self.formula)
 
 
 def size_of(arrays: Iterable[Array]) -> int:
@@ -69,7 +68,7 @@ class Pass:
         return self.count * self.model.width * self.c
 
     @property
-    def cuts(self) -> bool:
+    def slices_weights(self) -> bool:
         """True if accelerators slice weights from the stacks; weights of long layer patterns are read in place."""
         return len(self.model.pattern) <= 2
 

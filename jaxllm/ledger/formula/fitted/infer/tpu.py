@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxllm.config import Architecture
-from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact import formats, tpu_tiles
 from jaxllm.ledger.formula.exact.block_graph import rows_of_experts
 from jaxllm.ledger.formula.exact.run import FLOAT32
@@ -37,7 +36,7 @@ def state_padding(model: Architecture, batch: int, capacity: int, weight_dtype: 
     arrays = [(spec.shape, itemsize) for spec in leaves(param_specs(model))]
     arrays += cache_arrays(model, batch, capacity, cache_dtype) if cache_dtype else []
     size = sum(tpu_tiles.padding(*array) for array in [*arrays, ((batch, model.vocab_size), 1)])
-    return rows.row("padding of tiles", tpu_tiles.PADDING, PERSISTENT, f"{size:,} B, in {len(arrays) + 1} arrays", size)
+    return Row("tile padding", tpu_tiles.PADDING, PERSISTENT, size, f"{size:,} B, in {len(arrays) + 1} arrays")
 
 
 def prefill_rows(
@@ -64,18 +63,18 @@ def prefill_rows(
     one = Prefill(model, batch, capacity, tokens, c, cache_dtype, cached, vector_memory)
     moments = [attention(one, kind) for kind in dict.fromkeys((*model.pattern, *model.tail))]
     moments += [_mlp(one), _table(one), _choice(one)]
-    made = [*_through_all_layers(one), *max(moments, key=size_of)]
+    made = [*_live_in_all_layers(one), *max(moments, key=size_of)]
     return [each.row(phase) for each in made]
 
 
-def _through_all_layers(one: Prefill) -> Iterator[Array]:
+def _live_in_all_layers(one: Prefill) -> Iterator[Array]:
     """Yields the arrays computed before the loop over layers and alive throughout it."""
     if one.c == FLOAT32:
         # Matmuls read bfloat16 under float32 too.
         specs = param_specs(one.model)
         array_row = sum(spec.size for spec in leaves([specs["layers"], specs["tail"]]) if spec.role == "matrix")
         formula = f"{array_row:,} × {_BFLOAT16} B"
-        yield Array("weights as matmuls read them", array_row * _BFLOAT16, formula, "weights")
+        yield Array("weights in bfloat16", array_row * _BFLOAT16, formula, "weights")
     if one.scales:
         yield Array("scales, with heads in whole tiles", 2 * one.scales, f"2 × {one.scales:,} B")
 
@@ -89,15 +88,15 @@ def _mlp(one: Prefill) -> list[Array]:
         return [Array("experts of one layer", size, f"{slots:,} rows of experts, {size:,} B")]
     names = ("gate of one MLP", "up of one MLP") if model.gated else ("up of one MLP",)
     inner = [array(name, (one.count, model.mlp_width), one.c) for name in names]
-    return one.outside([*inner, hidden, dataclasses.replace(hidden, name="hidden states, normed")])
+    return one.in_hbm([*inner, hidden, dataclasses.replace(hidden, name="hidden states, normed")])
 
 
 def _table(one: Prefill) -> list[Array]:
     """Returns the row-major table that the logits matmul reads; rows that do not fill lanes are stored by columns."""
-    return one.outside([one.table], one.beside_cache) if one.model.width % tpu_tiles.LANES else []
+    return one.in_hbm([one.table], one.beside_cache) if one.model.width % tpu_tiles.LANES else []
 
 
 def _choice(one: Prefill) -> list[Array]:
-    logits = array("logits and choice of a token", (one.batch, one.model.vocab_size), FLOAT32, "logits")
-    left = len(one.outside([logits] * _CHOICE, one.beside_cache))
+    logits = array("logits and sampling", (one.batch, one.model.vocab_size), FLOAT32, "logits")
+    left = len(one.in_hbm([logits] * _CHOICE, one.beside_cache))
     return [dataclasses.replace(logits, size=left * logits.size, formula=f"{left} × {logits.formula}")] if left else []

@@ -48,46 +48,46 @@ def attention(one: Prefill, kind: str) -> list[Array]:
         array("hidden states", (one.count, model.width), one.c),
         array("hidden states, normed", (one.count, model.width), one.c),
     ]
-    if _written_twice(one, S):
+    if _stores_exponentials(one, S):
         arrays.append(dataclasses.replace(scores, name=_EXPONENTIALS))
     if G > 1:
         arrays.append(array("masks of keys, for each head", (B, G, T, S), FLOAT32))
     values = array("values in float32", (B, K, S, one.lanes), FLOAT32)
     if not one.wide_values:
-        left = one.outside(arrays)
-        return left if ring else _in_place_of_masks(left)
-    left = one.outside([*arrays, values])
+        left = one.in_hbm(arrays)
+        return left if ring else _reusing_mask_buffers(left)
+    left = one.in_hbm([*arrays, values])
     if not one.cached or one.lanes == model.head_dim or ring:
         return left
-    return _beside_turned(one, left, values, slots)
+    return _transposed_stack(one, left, values, slots)
 
 
-def _in_place_of_masks(left: list[Array]) -> list[Array]:
+def _reusing_mask_buffers(left: list[Array]) -> list[Array]:
     """Drops the exponentials if they fit the buffers of the masks, which are dead once added to the scores."""
     room = size_of([each for each in left if each.name.startswith("masks")])
     return [each for each in left if each.name != _EXPONENTIALS or each.size > room]
 
 
-def _beside_turned(one: Prefill, left: list[Array], values: Array, slots: int) -> list[Array]:
+def _transposed_stack(one: Prefill, left: list[Array], values: Array, slots: int) -> list[Array]:
     """Returns the largest live set in HBM when XLA first transposes the stack of values.
 
     Values are computed from the transposed stack and placed after it. Later arrays reuse the stack's buffer, or are
     placed after the values.
     """
     stack = (max(one.model.repeats, 1), one.batch, one.model.kv_heads, slots, one.lanes)
-    whole = array("stack of values, turned", stack, formats.cache_itemsize(one.cache_dtype)[0])
-    turned, later = one.outside([whole]), [each for each in left if each != values]
-    if not turned:
+    whole = array("stack of values, transposed", stack, formats.cache_itemsize(one.cache_dtype)[0])
+    transposed, later = one.in_hbm([whole]), [each for each in left if each != values]
+    if not transposed:
         return left
     if values not in left:
-        return max(turned, later, key=size_of)
+        return max(transposed, later, key=size_of)
     if size_of(later) <= whole.size:
         return [whole, values]
     # Scores are the largest of the later arrays; masks reuse the stack's buffer.
     return [whole, values, later[0], *(each for each in later[1:] if each.size > whole.size)]
 
 
-def _written_twice(one: Prefill, slots: int) -> bool:
+def _stores_exponentials(one: Prefill, slots: int) -> bool:
     """Returns True if the scores of a layer and their exponentials are two arrays.
 
     For short chunks, a single KV head, or 3,072 slots, XLA uses two in some programs and one in others that hardly

@@ -75,7 +75,7 @@ class Prefill:
     def table(self) -> Array:
         """Row-major copy of the token embeddings or of the head, padded to whole lanes."""
         shape = (self.model.vocab_size, tpu_tiles.round_up(self.model.width, tpu_tiles.LANES))
-        return array("table by rows", shape, self.c, "weights")
+        return array("row-major table", shape, self.c, "weights")
 
     @property
     def beside_cache(self) -> int:
@@ -119,7 +119,7 @@ class Prefill:
             left -= size if size <= left else 0
         return left
 
-    def outside(self, arrays: list[Array], free: int | None = None) -> list[Array]:
+    def in_hbm(self, arrays: list[Array], free: int | None = None) -> list[Array]:
         """Returns the arrays in HBM, largest first, after vector memory is filled with the largest that fit."""
         free, left = self.free if free is None else free, []
         for one in sorted(arrays, key=lambda one: -one.size):

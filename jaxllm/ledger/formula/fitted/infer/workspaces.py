@@ -8,17 +8,15 @@ More accurate rules for prefill are in `tpu`, and in `cpu` for most models. Not 
 GPUs and TPUs, decoding without a cache except on a CPU, and weights in int8 and int4.
 """
 
-import dataclasses
 from collections.abc import Iterator
 
 from jaxllm.config import Architecture
-from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.exact.block_graph import rows_of_experts
 from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.formula.fitted.infer import cpu as inference_cpu
 from jaxllm.ledger.formula.fitted.infer import tpu as inference_tpu
-from jaxllm.ledger.formula.fitted.infer.forward_pass import CUT, Pass
+from jaxllm.ledger.formula.fitted.infer.forward_pass import SLICED_WEIGHTS, Pass
 from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.ledger.rows import DECODE, PREFILL, Row
 from jaxllm.model.specs import cache_specs, param_specs
@@ -64,8 +62,10 @@ def workspace_rows(
     # Without a cache, decoding a token takes the memory of a prefill of all tokens.
     like = phase if cached else PREFILL
     if platform == "tpu" and like == PREFILL:
-        how = (weight_dtype, cache_dtype or weight_dtype, vector_memory, phase, cached)
-        made = inference_tpu.prefill_rows(model, batch, capacity, tokens, *how)
+        cache_dtype = cache_dtype or weight_dtype
+        made = inference_tpu.prefill_rows(
+            model, batch, capacity, tokens, weight_dtype, cache_dtype, vector_memory, phase, cached
+        )
     elif like == PREFILL and inference_cpu.covers(one):
         made = inference_cpu.prefill_rows(one)
     else:
@@ -73,30 +73,30 @@ def workspace_rows(
     if formats.by_name(weight_dtype).scaled:
         # One repeat of the layers in the compute dtype; a kernel that reads the stored format needs none.
         size = one.weight_bytes()
-        made = [row for row in made if row.name != CUT]
-        made.append(rows.row("weights of one repeat, as they compute", "weights", phase, f"{size:,} B", size))
+        made = [row for row in made if row.name != SLICED_WEIGHTS]
+        made.append(Row("weights of one repeat, dequantized", "weights", phase, size, f"{size:,} B"))
     return made
 
 
 def _rows(one: Pass, phase: str, like: str) -> list[Row]:
     """Returns rows by the general rules, if `cpu` and `tpu` do not apply, with the arrays of the phase `like`."""
     kind = f"{phase} workspace"
-    made = [dataclasses.replace(row, phase=phase) for row in _copies(one, like)]
+    made = [row._replace(phase=phase) for row in _copies(one, like)]
     # A token is sampled after the layers, in the buffers of the weight copies; in CPU decode it needs extra memory.
     shared = one.platform == "gpu" or like == PREFILL
-    there = sum(row.bytes_per_device for row in made if shared and row.name == CUT)
+    there = sum(row.bytes_per_device for row in made if shared and row.name == SLICED_WEIGHTS)
     choice = _choice(one)
     moments = {
         "attention": _attention(one, like),
         "MLP": _mlp(one),
-        "logits and choice of a token": max(choice - there, 0),
+        "logits and sampling": max(choice - there, 0),
     }
     name = max(moments, key=moments.__getitem__)
     formula = f"{one.count:,} tokens × {moments[name] // one.count:,} B"
     if name.startswith("logits") and there:
         formula = f"{choice:,} − {there:,} B, in place of weights"
     what = "logits" if name.startswith("logits") else kind
-    made.append(rows.row(name if what == "logits" else f"one layer's {name}", what, phase, formula, moments[name]))
+    made.append(Row(name if what == "logits" else f"one layer's {name}", what, phase, moments[name], formula))
     return made
 
 
@@ -109,23 +109,23 @@ def _copies(one: Pass, phase: str) -> Iterator[Row]:
             # Attention weights are freed where the MLP, or attention's arrays, need the most memory.
             whole = whole if model.experts else one.weight_bytes("gate", "up", "down")
         whole = whole // one.c * FLOAT32
-        yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
+        yield Row(SLICED_WEIGHTS, "weights", phase, whole, f"{whole:,} B")
         if one.c < FLOAT32:
             # A CPU has no 16-bit matmuls: XLA converts the inputs of the loop over layers to float32 before the loop.
             array_row = _read_by_products(model)
-            yield rows.row("weights in float32", "weights", phase, f"{array_row:,} × {FLOAT32} B", array_row * FLOAT32)
+            yield Row("weights in float32", "weights", phase, array_row * FLOAT32, f"{array_row:,} × {FLOAT32} B")
             if phase == DECODE:
                 array_row = sum(spec.size for spec in leaves(cache_specs(model, one.batch, one.capacity)))
                 size = array_row * FLOAT32
-                yield rows.row("cache in float32", f"{phase} workspace", phase, f"{array_row:,} × {FLOAT32} B", size)
+                yield Row("cache in float32", f"{phase} workspace", phase, size, f"{array_row:,} × {FLOAT32} B")
         if one.wraps:
             size = one.rings_bytes
-            yield rows.row("rings, copied", f"{phase} workspace", phase, f"{size // one.c:,} × {one.c} B", size)
+            yield Row("rings, copied", f"{phase} workspace", phase, size, f"{size // one.c:,} × {one.c} B")
         return
     if phase == PREFILL:
         # Matmuls of few tokens read copies, of many tokens the stacks; in between it is unknown before compilation.
-        whole = whole // 2 if one.cuts else 0
-        yield rows.row(CUT, "weights", phase, f"{whole:,} B", whole)
+        whole = whole // 2 if one.slices_weights else 0
+        yield Row(SLICED_WEIGHTS, "weights", phase, whole, f"{whole:,} B")
     elif one.platform == "gpu":
         yield from _copies_of_one_token(one)
 
@@ -138,10 +138,10 @@ def _constants(one: Pass, phase: str) -> Iterator[Row]:
     kind, pairs = f"{phase} workspace", one.count * one.keys
     masks = len({each == "sliding" for each in (*one.model.pattern, *one.model.tail)})
     formula = f"{masks} × {one.count:,} × {one.keys:,} × {FLOAT32} B"
-    yield rows.row("masks, added to scores", kind, phase, formula, masks * pairs * FLOAT32)
+    yield Row("masks, added to scores", kind, phase, masks * pairs * FLOAT32, formula)
     if one.model.attention_softcap:
         # The softcap, and the divisor of the scores, materialized in the shape of the scores.
-        yield rows.row("caps of scores", kind, phase, f"2 × {one.scores:,} B", 2 * one.scores)
+        yield Row("soft-capped scores", kind, phase, 2 * one.scores, f"2 × {one.scores:,} B")
 
 
 def _copies_of_one_token(one: Pass) -> Iterator[Row]:
@@ -154,13 +154,15 @@ def _copies_of_one_token(one: Pass) -> Iterator[Row]:
     cut = mlp - mlp // matrices if in_place else mlp
     if not in_place:  # plus attention weights that are alive at the same time
         cut += q if layers == 1 or one.batch == 1 else 2 * layers * q
-    yield rows.row(CUT, "weights", DECODE, f"{cut if one.cuts else 0:,} B", cut if one.cuts else 0)
+    yield Row(
+        SLICED_WEIGHTS, "weights", DECODE, cut if one.slices_weights else 0, f"{cut if one.slices_weights else 0:,} B"
+    )
     if one.batch == 1:
         # A one-row matmul reads the stacked projections in another layout, copied once for all layers.
         names = ("q", "k", "v") if q <= _REORDERED else ("k", "v")
         size = one.weight_bytes(*names) * max(model.repeats, 1)
-        size = size if one.cuts else 0
-        yield rows.row("projections, in another order", "weights", DECODE, f"{size:,} B", size)
+        size = size if one.slices_weights else 0
+        yield Row("projections, in another layout", "weights", DECODE, size, f"{size:,} B")
 
 
 def _read_by_products(model: Architecture) -> int:
@@ -186,7 +188,11 @@ def _attention(one: Pass, phase: str) -> int:
     if phase == PREFILL:
         return written + one.keys_bytes + one.hidden + one.count * one.keys * _MASK
     # The kernel's partial results of a few splits are negligible. With long patterns XLA makes unexplained copies.
-    return 0 if one.cuts or one.platform == "tpu" else written + (2 * layers * one.keys_bytes if groups > 1 else 0)
+    return (
+        0
+        if one.slices_weights or one.platform == "tpu"
+        else written + (2 * layers * one.keys_bytes if groups > 1 else 0)
+    )
 
 
 def _mlp(one: Pass) -> int:

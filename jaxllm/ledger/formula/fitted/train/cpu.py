@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxllm.ledger import rows
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.ledger.formula.exact.activations import head_elements, head_gradient_elements
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
@@ -21,8 +21,8 @@ from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, Row
 
 
 def forward_rows(run: TrainingRun) -> Iterator[Row]:
-    """Yields rows of the start of the step, where the zeroed gradient stacks are already allocated (Adafactor only)."""
-    if run.config.optimizer.name == "adafactor" and not run.accumulates:
+    """Yields rows of the start of the step, where the zeroed gradient stacks are already allocated (Adafactor)."""
+    if OPTIMIZERS[run.config.optimizer.name].array_statistics and not run.accumulates:
         yield from with_copies(run, FORWARD, [*alive_between_passes(run, FORWARD), squares(run, FORWARD)])
 
 
@@ -51,7 +51,7 @@ def boundary_rows(run: TrainingRun) -> Iterator[Row]:
         # With one chunk, the head's gradient is copied to another layout before it is scattered.
         kept = run.accumulates or (run.stage == 2 and not run.mixed)
         if head > logits and run.stage >= 2 and not chunked and kept:
-            parts.append(arrays("gradient of the head, in order", "gradients", BOUNDARY, [head], FLOAT32))
+            parts.append(arrays("gradient of the head, in another layout", "gradients", BOUNDARY, [head], FLOAT32))
         else:
             parts.append(arrays("gradient of the logits", "logits and loss", BOUNDARY, [logits], FLOAT32))
     if chunked and trained:
@@ -78,7 +78,7 @@ def _unrolled(run: TrainingRun) -> Iterator[Held]:
     mask = one.values["attn_probs"].bytes if "attn_probs" in kept else 0
     size = model.layers * sum(sizes) + mask
     formula = f"{size:,} B, of {model.layers} layers"
-    yield rows.row("for gradients, of unrolled layers", "workspace", BOUNDARY, formula, size), []
+    yield Row("saved for gradients of unrolled layers", "workspace", BOUNDARY, size, formula), []
 
 
 def backward_rows(run: TrainingRun) -> Iterator[Row]:
@@ -96,7 +96,7 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
         one, count = block(run), run.group_size * len(model.pattern)
         size = sum(one.kept(run.remat.kept).values()) + one.values[BLOCK_INPUT].bytes
         formula = f"{count} layers × {size:,} B"
-        parts.append((rows.row("blocks of one group", "activations", BACKWARD, formula, count * size), []))
+        parts.append((Row("blocks of one group", "activations", BACKWARD, count * size, formula), []))
         own = [of_one_layer(run, p) * run.group_size for p in run.select("layers")]
         parts.append(arrays("weights of one group", "weights", BACKWARD, own, operand_itemsize(run)))
         own = [of_one_layer(run, p) * run.group_size for p in run.select("layers", trained=True)]
@@ -104,7 +104,7 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
     if run.layout.frozen and run.stage < 3 and not model.experts:
         # For trained weights, these copies reuse the buffers of the gradients.
         weights = [one_layer(run, trained=False)]
-        parts.append(arrays("weights of one layer, out of their stacks", "weights", BACKWARD, weights, FLOAT32))
+        parts.append(arrays("weights of one layer, sliced", "weights", BACKWARD, weights, FLOAT32))
     parts += _block(run)
     yield from with_copies(run, BACKWARD, parts)
 
@@ -158,7 +158,7 @@ def _block(run: TrainingRun) -> Iterator[Held]:
         size = sizes[name]
         if count:
             formula = f"{count} × {size:,} B"
-            yield rows.row(f"{name} in backward", "activations", BACKWARD, formula, count * size), [size] * count
+            yield Row(f"{name} in backward", "activations", BACKWARD, count * size, formula), [size] * count
     if model.experts:
         if not run.layout.frozen:
             count = max(of_one_layer(run, p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
@@ -168,8 +168,8 @@ def _block(run: TrainingRun) -> Iterator[Held]:
         of_tokens = run.tokens * model.experts_per_token * model.width * operand_itemsize(run)
         size = 3 * (ordered + of_tokens)
         formula = f"3 × ({ordered:,} + {of_tokens:,} B)"
-        yield rows.row("rows of experts in backward", "activations", BACKWARD, formula, size), []
+        yield Row("rows of experts in backward", "activations", BACKWARD, size, formula), []
     if "attn_probs" in again and not chunk:
         size = run.sequences * length * length * FLOAT32
         kinds = len({kind == "sliding" for kind in model.pattern})  # layers without RoPE use the mask of full layers
-        yield rows.row("masks", "activations", BACKWARD, f"{kinds} × {size:,} B", kinds * size), []
+        yield Row("masks", "activations", BACKWARD, kinds * size, f"{kinds} × {size:,} B"), []

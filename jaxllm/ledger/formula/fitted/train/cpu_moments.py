@@ -10,27 +10,26 @@ puts temporaries into it: larger ones first, each into the smallest buffer that 
 import bisect
 from collections.abc import Iterable, Iterator
 
-from jaxllm.ledger import rows
-from jaxllm.ledger.formula.exact.optimizer_slots import SLOTS, held
+from jaxllm.config.optimizers import OPTIMIZERS
+from jaxllm.ledger.formula.exact.optimizer_slots import slot_elements
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.rows import Row
 
 
 def copied(run: TrainingRun) -> tuple[int, list[int]]:
     """Returns (bytes of the copies, sizes of the buffers that are free meanwhile); (0, []) if no moment is copied."""
-    name = run.config.optimizer.name
-    if (name != "lion" and run.moment_bytes == FLOAT32) or run.config.optimizer.offload != "none":
+    optimizer = run.config.optimizer
+    rereads = OPTIMIZERS[optimizer.name].rereads_moment or run.moment_bytes != FLOAT32
+    if not rereads or optimizer.offload != "none":
         return 0, []
-    sizes = []
-    for slot in SLOTS[name]:
-        # The one or two extra elements of a factored state are too few for a separate entry.
-        sizes += [sum(held(slot, parameter, run)) * run.moment_bytes for parameter in run.trained]
+    slots = [[elements * run.moment_bytes for elements in slot] for slot in slot_elements(run)]
+    # The one or two extra elements of a factored state are too few for a separate entry.
+    sizes = [size for slot in slots for size in slot]
     total = sum(sizes)
-    if len(SLOTS[name]) == 2:
+    if len(slots) == 2:
         # The first array is updated last: the copy of its second moment reuses the buffer of its first moment.
-        first = sum(held(SLOTS[name][0], run.trained[0], run)) * run.moment_bytes
-        total -= first
-        sizes.remove(first)
+        total -= slots[0][0]
+        sizes.remove(slots[0][0])
     return total, sizes
 
 
@@ -49,5 +48,5 @@ def rows_of_copies(run: TrainingRun, phase: str, arrays: Iterable[int]) -> Itera
         if index < len(places):
             places.pop(index)
             filled += size
-    formula = f"{total:,} B − {filled:,} B that lie in their places"
-    yield rows.row("copies of old moments", "optimizer", phase, formula, max(total - filled, 0))
+    formula = f"{total:,} B − {filled:,} B that reuse their buffers"
+    yield Row("copies of old moments", "optimizer", phase, max(total - filled, 0), formula)

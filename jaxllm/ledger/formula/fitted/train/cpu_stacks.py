@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.activations import head_elements
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.fitted.train.cpu_moments import rows_of_copies
-from jaxllm.ledger.formula.fitted.train.parts import array_row, between_passes
-from jaxllm.ledger.rows import BACKWARD, Row
+from jaxllm.ledger.formula.fitted.train.parts import between_passes
+from jaxllm.ledger.rows import BACKWARD, Row, array_row
 
 # On a CPU, the XLA of JAX 0.10 stores operands of bfloat16 matmuls in float32, and recomputes all blocks of a layer
 # pattern before the first gradient. That of 0.12 converts on the fly and recomputes one block at a time. Versions in
@@ -66,22 +65,22 @@ def alive_between_passes(run: TrainingRun, phase: str) -> Iterator[Held]:
             many = run.group_size * len(run.model.pattern) if phase == BACKWARD else 0
         more = kept * many * (held - c) // c
         formula = f"{more:,} B, of {many} layers"
-        yield rows.row("activations in float32", "workspace", phase, formula, more), []
+        yield Row("activations in float32", "workspace", phase, more, formula), []
         chunked = run.config.train.loss_chunk < run.tokens
         if run.layout.frozen:
             pass
         elif run.accumulates or (chunked and phase != BACKWARD):
             yield arrays("embeddings in compute dtype", "weights", phase, [head_elements(run)], c)
     if run.layout.frozen and c != FLOAT32:  # all of them, before the loops over layers, in every version
-        own = [run.per_device(p.weight) for p in run.select("layers") if not p.trained]
+        own = [p.weight.elements_per_device for p in run.select("layers") if not p.trained]
         yield arrays("frozen weights in float32", "workspace", phase, own, FLOAT32)
     layers = run.select("layers", "tail", trained=True)
     if run.stage < 2:
-        counts = [run.compute_elements(p) for p in layers]
+        counts = [p.compute_elements for p in layers]
         yield _stacks(run, "gradients of layers", phase, counts, c)
     if run.stage:
         size = FLOAT32 if run.stage == 1 and run.accumulates else c
-        counts = [run.per_device(p.sharded) for p in layers]
+        counts = [p.sharded.elements_per_device for p in layers]
         yield _stacks(run, "gradients of layers, scattered", phase, counts, size)
     if run.config.optimizer.name == "adafactor" and run.accumulates and run.devices == 1:
         yield squares(run, phase)
@@ -89,7 +88,7 @@ def alive_between_passes(run: TrainingRun, phase: str) -> Iterator[Held]:
         return
     if run.mixed or run.stage >= 2:
         yield arrays("gradient of the lookup", "gradients", phase, [head_elements(run)], FLOAT32)
-    positions = [run.compute_elements(p) for p in run.select("embed") if p.name != "embed.tokens"]
+    positions = [p.compute_elements for p in run.select("embed") if p.name != "embed.tokens"]
     if positions:
         yield arrays("gradient of the positions", "gradients", phase, positions, c)
 
@@ -115,7 +114,7 @@ def _late_activations(run: TrainingRun, tag: str) -> list[int]:
 
 def _gradient(run: TrainingRun, parameter: Parameter) -> int:
     """Returns the elements of an array's accumulated gradient on one device."""
-    return run.compute_elements(parameter) if run.stage < 2 else run.per_device(parameter.sharded)
+    return parameter.compute_elements if run.stage < 2 else parameter.sharded.elements_per_device
 
 
 def _stacks(run: TrainingRun, name: str, phase: str, counts: list[int], size: int) -> Held:
@@ -141,5 +140,5 @@ def squares(run: TrainingRun, phase: str) -> Held:
 
     The squares are summed at once, but on one device with several micro-batches only after all of them.
     """
-    counts = [run.per_device(p.moment) for p in run.trained]
+    counts = [p.moment.elements_per_device for p in run.trained]
     return arrays("weights, squared", "optimizer", phase, counts, FLOAT32)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.ledger.formula.exact.activations import head_table
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.fitted.train.cpu_stacks import Held, arrays, with_copies
@@ -12,7 +13,7 @@ from jaxllm.ledger.rows import UPDATE, Row
 def update_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the optimizer's update: its start, or Muon's Newton–Schulz steps if they need more."""
     parts = _beginning(run)
-    if run.config.optimizer.name == "muon":
+    if OPTIMIZERS[run.config.optimizer.name].orthogonalizes:
         parts = max(parts, _orthogonalized(run), key=lambda parts: sum(row.bytes_per_device for row, _ in parts))
     yield batch(run, UPDATE)
     yield from from_host(run, UPDATE)
@@ -29,21 +30,23 @@ def _beginning(run: TrainingRun) -> list[Held]:
 
     One operation all-reduces all gradients; the lookup's gradient is added to the head's.
     """
-    shares = [run.per_device(parameter.moment) for parameter in run.trained]
+    shares = [parameter.moment.elements_per_device for parameter in run.trained]
     parts = [arrays("gradients", "gradients", UPDATE, shares, FLOAT32)]
     if _summed_over_devices(run):
         parts.append(arrays("gradients, summed over devices", "gradients", UPDATE, shares, FLOAT32))
     elif run.model.tied_embeddings and not run.layout.frozen:
-        table = run.per_device(head_table(run).moment)
+        table = head_table(run).moment.elements_per_device
         parts.append(arrays("gradient of the lookup", "gradients", UPDATE, [table], FLOAT32))
         if run.stage == 0 and not run.accumulates:
             # It is placed above the head's gradient, and that above the saved activations, whose buffer leaves a hole.
             kept = (row for row in between_passes(run, UPDATE, (), 0) if row.kind == "activations")
             parts += [(row, []) for row in kept]
-    if run.config.optimizer.name == "adafactor":
-        # Direction arrays alive at a time.
-        made = 2 if run.devices == 1 else 1
-        parts.append(arrays("directions", "optimizer", UPDATE, [max(shares)] * made, FLOAT32))
+    optimizer = OPTIMIZERS[run.config.optimizer.name]
+    copies = optimizer.directions.get("cpu", 0)
+    if copies:
+        if run.devices == 1 and optimizer.array_statistics:
+            copies += 1
+        parts.append(arrays("directions", "optimizer", UPDATE, [max(shares)] * copies, FLOAT32))
     return parts
 
 
@@ -55,15 +58,15 @@ def _orthogonalized(run: TrainingRun) -> list[Held]:
     With ZeRO the directions are all-gathered.
     """
     matrices = [p for p in run.trained if p.spec.role == "matrix"]
-    shares = [run.per_device(p.moment) for p in matrices]
+    shares = [p.moment.elements_per_device for p in matrices]
     parts = [arrays("directions", "optimizer", UPDATE, [*shares, *shares], FLOAT32)]
     if run.stage:
-        whole = [run.compute_elements(p) for p in matrices]
+        whole = [p.compute_elements for p in matrices]
         parts.append(arrays("all-gathered directions", "optimizer", UPDATE, [*whole, max(whole)], FLOAT32))
     elif run.tensor == 1:
-        of_attention = [run.per_device(p.moment) for p in matrices if ".attn." in p.name]
-        parts.append(arrays("directions of attention, in order", "optimizer", UPDATE, of_attention, FLOAT32))
+        of_attention = [p.moment.elements_per_device for p in matrices if ".attn." in p.name]
+        parts.append(arrays("attention directions, in another layout", "optimizer", UPDATE, of_attention, FLOAT32))
         grams = sum(gram_elements(p.spec) for p in matrices)
         products = max(2 * grams, max(shares) + 3 * grams // 2)
-        parts.append(arrays("Gram matrices and products", "optimizer", UPDATE, [products], FLOAT32))
+        parts.append(arrays("Gram matrices and matmul outputs", "optimizer", UPDATE, [products], FLOAT32))
     return parts

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-from jaxllm.ledger import rows
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.ledger.formula.exact.activations import head_elements, head_table
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, TrainingRun
 from jaxllm.ledger.formula.fitted.train.parts import (
-    array_row,
     batch,
     between_passes,
     from_host,
@@ -16,7 +15,7 @@ from jaxllm.ledger.formula.fitted.train.parts import (
     of_one_layer,
     one_layer,
 )
-from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, UPDATE, Row
+from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, UPDATE, Row, array_row
 
 
 def forward_rows(run: TrainingRun) -> Iterator[Row]:
@@ -28,13 +27,11 @@ def forward_rows(run: TrainingRun) -> Iterator[Row]:
     if run.stage not in (1, 2) or not run.mixed:
         return
     yield from between_passes(run, FORWARD, run.parameters, run.compute_bytes)
-    count = sum(run.per_device(p.sharded) for p in run.select("embed", "head", trained=True))
+    count = sum(p.sharded.elements_per_device for p in run.select("embed", "head", trained=True))
     yield array_row("all-gathered shards", "weights", FORWARD, count, run.compute_bytes)
-    stacks = [
-        run.compute_elements(p) for p in run.select("layers", trained=True) if p.sharded.zero_dim not in (None, 0, 1)
-    ]
+    stacks = [p.compute_elements for p in run.select("layers", trained=True) if p.sharded.zero_dim not in (None, 0, 1)]
     if stacks:
-        yield array_row("weights, in another order", "weights", FORWARD, max(stacks), run.compute_bytes)
+        yield array_row("weights in another layout", "weights", FORWARD, max(stacks), run.compute_bytes)
 
 
 def _zeros(run: TrainingRun, phase: str) -> Iterator[Row]:
@@ -49,15 +46,15 @@ def _zeros(run: TrainingRun, phase: str) -> Iterator[Row]:
     several = run.accumulates and run.devices > 1
     if several or run.stage in (1, 2) if run.mixed else not run.accumulates:
         count = gradient_elements(run, run.select("layers", trained=True))
-        yield array_row("gradients of layers, zeros", "gradients", phase, count, run.compute_bytes)
+        yield array_row("layer gradients, zeroed", "gradients", phase, count, run.compute_bytes)
 
 
 def _shares_zeros(run: TrainingRun, phase: str) -> Iterator[Row]:
     """Yields the zeroed gradient shards of ZeRO stage 1, which reduce-scatters gradients once per step."""
     if run.stage == 1:
-        count = sum(run.per_device(p.moment) for p in run.select("layers", trained=True))
+        count = sum(p.moment.elements_per_device for p in run.select("layers", trained=True))
         size = FLOAT32 if run.accumulates else run.compute_bytes
-        yield array_row("shares of gradients, zeros", "gradients", phase, count, size)
+        yield array_row("gradient shards, zeroed", "gradients", phase, count, size)
 
 
 def _one_chunk(run: TrainingRun) -> bool:
@@ -104,7 +101,7 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
         words = head_elements(run) // model.width
         yield array_row("gradient of the logits", "logits and loss", BACKWARD, run.tokens * words, c)
     elif run.stage >= 2 and model.tied_embeddings:  # scattered after the lookup's gradient is added
-        yield array_row("gradient of the head, whole", "gradients", BACKWARD, head_elements(run), c)
+        yield array_row("gradient of the head, unsharded", "gradients", BACKWARD, head_elements(run), c)
     yield array_row("gradients", "gradients", BACKWARD, gradient_elements(run, arrays), c)
     yield from _shares_zeros(run, BACKWARD)
     yield from from_host(run, BACKWARD)
@@ -117,7 +114,7 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
         yield from _group_rows(run)
     fuller = max(_live_sets(run), key=lambda moment: sum(size * count for _, size, count in moment))
     for name, size, count in fuller:
-        yield rows.row(name, "activations", BACKWARD, f"{count} × {size:,} B", count * size)
+        yield Row(name, "activations", BACKWARD, count * size, f"{count} × {size:,} B")
     if model.experts and not run.layout.frozen:
         largest = max(of_one_layer(run, p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
         count = (3 if model.gated else 2) * largest
@@ -128,11 +125,11 @@ def _group_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields what remat policy `sqrt` adds per group: saved activations, weights sliced from the stacks, gradients."""
     one, count = block(run), run.group_size * len(run.model.pattern)
     size = sum(one.kept(run.remat.kept).values()) + one.values[BLOCK_INPUT].bytes
-    yield rows.row("blocks of one group", "activations", BACKWARD, f"{count} layers × {size:,} B", count * size)
+    yield Row("blocks of one group", "activations", BACKWARD, count * size, f"{count} layers × {size:,} B")
     groups = run.model.repeats // run.group_size
     weights = run.select("layers")
     if run.stage < 3:
-        whole = 2 * sum(map(run.compute_elements, weights)) // groups  # for recomputation, and for gradients
+        whole = 2 * sum(p.compute_elements for p in weights) // groups  # for recomputation, and for gradients
         yield array_row("weights of one group, twice", "weights", BACKWARD, whole, run.compute_bytes)
     gradients = gradient_elements(run, run.select("layers", trained=True)) // groups
     yield array_row("gradients of one group", "gradients", BACKWARD, gradients, run.compute_bytes)
@@ -196,7 +193,7 @@ def _scores(run: TrainingRun) -> LiveSet:
     pairs = run.sequences * run.length**2
     heads = run.model.heads // run.tensor
     if run.attention.implementation == "pallas":
-        return [("log sums of attention, and lost shares", run.tokens * heads * FLOAT32, 2)]
+        return [("log-sum-exp and delta of attention", run.tokens * heads * FLOAT32, 2)]
     if run.attention.implementation == "cudnn":
         return [("mask and its gradient", pairs * run.compute_bytes, 2)]
     chunk = run.config.train.attention_chunk
@@ -212,26 +209,28 @@ def _scores(run: TrainingRun) -> LiveSet:
 
 def update_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the optimizer's update."""
-    name = run.config.optimizer.name
+    optimizer = OPTIMIZERS[run.config.optimizer.name]
     size = FLOAT32 if run.accumulates else run.compute_bytes
-    count = sum(run.per_device(parameter.moment) for parameter in run.trained)
+    count = sum(parameter.moment.elements_per_device for parameter in run.trained)
     yield batch(run, UPDATE)
     together = run.stage in (1, 2) and not run.mixed
     if together and run.accumulates:
         # The gradient of each layer array is freed when its new weights are all-gathered.
-        count = sum(run.per_device(p.moment) for p in run.select("embed", "head", trained=True))
+        count = sum(p.moment.elements_per_device for p in run.select("embed", "head", trained=True))
     yield array_row("gradients", "gradients", UPDATE, count, size)
     yield from from_host(run, UPDATE)
     if together:
-        whole = sum(map(run.compute_elements, run.select("layers", trained=True)))
+        whole = sum(p.compute_elements for p in run.select("layers", trained=True))
         yield array_row("new weights, all-gathered", "weights", UPDATE, whole, run.param_bytes)
-    largest = max(run.per_device(parameter.moment) for parameter in run.trained)
-    if name in ("lion", "adafactor"):
-        copies = 2 if name == "adafactor" and size != FLOAT32 else 1  # plus the gradient in float32
+    largest = max(parameter.moment.elements_per_device for parameter in run.trained)
+    copies = optimizer.directions.get("gpu", 0)
+    if copies:
+        if optimizer.array_statistics and size != FLOAT32:
+            copies += 1  # the gradient in float32
         yield array_row("direction of one array", "optimizer", UPDATE, copies * largest, FLOAT32)
-    if name == "muon":  # its matrices are all-gathered and orthogonalised concurrently
+    if optimizer.orthogonalizes:  # its matrices are all-gathered and orthogonalised concurrently
         matrices = [p for p in run.trained if p.spec.role == "matrix"]
-        yield array_row("directions", "optimizer", UPDATE, sum(map(run.compute_elements, matrices)), FLOAT32)
+        yield array_row("directions", "optimizer", UPDATE, sum(p.compute_elements for p in matrices), FLOAT32)
         grams = sum(gram_elements(p.spec) for p in matrices)
         made = 2 * grams if run.stage == 0 else 3 * grams // 2
         yield array_row("Gram matrices", "optimizer", UPDATE, made, FLOAT32)

@@ -4,16 +4,13 @@ The arrays are the batch, compute copies of weights, accumulators, gradients and
 XLA temporaries are in `gpu`, `tpu` and `cpu` of this package.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 
-from jaxllm.ledger import rows
 from jaxllm.ledger.formula.exact.activations import rows_between_passes
 from jaxllm.ledger.formula.exact.optimizer_slots import largest_state
 from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.exact.shard_sizes import Count
-from jaxllm.ledger.rows import Row
-from jaxllm.ledger.rows import array_row as array_row
+from jaxllm.ledger.rows import Row, array_row
 from jaxllm.model.specs import ParamSpec
 
 # tokens, targets, segment_ids, positions: int32; weights: float32.
@@ -31,12 +28,12 @@ def from_host(run: TrainingRun, phase: str) -> Iterator[Row]:
         return
     masters = run.param_bytes if optimizer.offload == "all" else 0
     size = largest_state(optimizer.name, run.layout, run.moment_bytes, masters)
-    yield rows.row("state of one array, from host memory", "optimizer", phase, f"{size:,} B", size)
+    yield Row("state of one array, from host memory", "optimizer", phase, size, f"{size:,} B")
 
 
 def batch(run: TrainingRun, phase: str) -> Row:
     size = run.step_tokens * BATCH_BYTES_PER_TOKEN
-    return rows.row("batch", "batch", phase, f"{run.step_tokens:,} tokens × {BATCH_BYTES_PER_TOKEN} B", size)
+    return Row("batch", "batch", phase, size, f"{run.step_tokens:,} tokens × {BATCH_BYTES_PER_TOKEN} B")
 
 
 def gradient_elements(run: TrainingRun, parameters: Iterable[Parameter]) -> Count:
@@ -76,12 +73,10 @@ def one_layer(run: TrainingRun, trained: bool = True) -> int:
 
 def of_one_layer(run: TrainingRun, parameter: Parameter) -> int:
     """Returns the elements of an array, or of one layer of a stacked array, in the compute layout."""
-    return run.compute_elements(parameter) // (run.model.repeats if parameter.group == "layers" else 1)
+    return parameter.compute_elements // (run.model.repeats if parameter.group == "layers" else 1)
 
 
 def gram_elements(spec: ParamSpec) -> int:
     """Returns the elements of the Gram matrices that Muon's Newton–Schulz steps form, over the shorter sides."""
-    inputs = math.prod(spec.shape[i] for i in spec.fan_in)
-    counted = [i for i, axis in enumerate(spec.axes) if axis in ("layers", "experts") and i < min(spec.fan_in)]
-    matrices = math.prod(spec.shape[i] for i in counted)
-    return matrices * min(inputs, spec.size // (matrices * inputs)) ** 2
+    count, inputs, outputs = spec.matrices
+    return count * min(inputs, outputs) ** 2

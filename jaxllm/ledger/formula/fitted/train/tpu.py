@@ -7,13 +7,12 @@ bfloat16 under every policy: under fp32, arrays that only matmuls read are store
 
 from collections.abc import Iterator
 
-from jaxllm.ledger import rows
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.ledger.formula.exact import tpu_tiles
 from jaxllm.ledger.formula.exact.activations import head_elements, head_table
 from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, block
 from jaxllm.ledger.formula.exact.run import FLOAT32, Parameter, TrainingRun
 from jaxllm.ledger.formula.fitted.train.parts import (
-    array_row,
     batch,
     between_passes,
     from_host,
@@ -27,7 +26,7 @@ from jaxllm.ledger.formula.fitted.train.tpu_moments import (
     in_vector_memory,
     live_sets,
 )
-from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, UPDATE, Row
+from jaxllm.ledger.rows import BACKWARD, BOUNDARY, FORWARD, UPDATE, Row, array_row
 
 _BFLOAT16 = 2
 
@@ -44,17 +43,17 @@ def _kept(run: TrainingRun, phase: str, copies: list[Parameter]) -> Iterator[Row
         elif row.name == "attn_qkv" and run.policy == "fp32":
             each = row.bytes_per_device // run.model.layers - block(run).values["v"].bytes
             formula = f"{run.model.layers} layers × {each:,} B"
-            yield rows.row(row.name, row.kind, phase, formula, run.model.layers * each)
+            yield Row(row.name, row.kind, phase, run.model.layers * each, formula)
         else:
             yield row
     yield from tpu_tiles.batch_padding(run, phase)
     if run.mixed and run.stage == 3:
         groups = tuple(dict.fromkeys(parameter.group for parameter in copies))
         size = tpu_tiles.weights_padding(run.layout, groups, run.compute_bytes)
-        yield rows.row("padding of tiles of shares", tpu_tiles.PADDING, phase, f"{size:,} B", size)
+        yield Row("tile padding of shards", tpu_tiles.PADDING, phase, size, f"{size:,} B")
     if run.policy == "fp32" and run.stage < 3:
-        count = sum(run.compute_elements(p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
-        yield array_row("weights as matmuls read them", "weights", phase, count, _BFLOAT16)
+        count = sum(p.compute_elements for p in run.select("layers", "tail") if p.spec.role == "matrix")
+        yield array_row("weights in bfloat16", "weights", phase, count, _BFLOAT16)
 
 
 def _computing_copies(run: TrainingRun) -> list[Parameter]:
@@ -75,7 +74,7 @@ def _gathered_weights(run: TrainingRun) -> Iterator[Row]:
     if run.stage not in (1, 2) or not run.mixed:
         return
     yield from _kept(run, FORWARD, list(run.parameters))
-    count = sum(run.per_device(p.sharded) for p in run.select("embed", "head", trained=True))
+    count = sum(p.sharded.elements_per_device for p in run.select("embed", "head", trained=True))
     yield array_row("all-gathered shards", "weights", FORWARD, count, run.compute_bytes)
 
 
@@ -90,8 +89,8 @@ def _last_layers(run: TrainingRun) -> Iterator[Row]:
     yield array_row("gathered head", "gathered parameters", FORWARD, head_elements(run), run.compute_bytes)
     matrix = gathered_matrix(run)
     tail = len(run.model.tail)
-    yield rows.row(
-        "gathered MLP", "gathered parameters", FORWARD, f"{2 + (tail > 0)} × {matrix:,} B", (2 + (tail > 0)) * matrix
+    yield Row(
+        "gathered MLP", "gathered parameters", FORWARD, (2 + (tail > 0)) * matrix, f"{2 + (tail > 0)} × {matrix:,} B"
     )
     layers = len(run.model.tail) + max(1, len(run.model.pattern) // 2)
     count = attention_elements(run)
@@ -108,21 +107,21 @@ def _loss(run: TrainingRun) -> Iterator[Row]:
     head = head_elements(run)
     yield from _kept(run, FORWARD, _computing_copies(run))
     size = _logits_bytes(run)
-    logits = rows.row("logits", "logits and loss", FORWARD, f"{size:,} B", size)
+    logits = Row("logits", "logits and loss", FORWARD, size, f"{size:,} B")
     if run.stage == 3:
         yield array_row("gathered head", "gathered parameters", FORWARD, head, c)
-        shape = tpu_tiles.shape_on_device(run.layout, head_table(run).sharded)
+        shape = head_table(run).sharded.local_shape
         ways, each = run.mesh["data"], tpu_tiles.padded_bytes(shape, c)
         if shape[0] % tpu_tiles.SUBLANES and ways * each > size:
             formula = f"{ways} × {each:,} B"
-            logits = rows.row("shares of the head", "gathered parameters", FORWARD, formula, ways * each)
+            logits = Row("shards of the head", "gathered parameters", FORWARD, ways * each, formula)
     if not in_vector_memory(logits.bytes_per_device):
         yield logits
     if _is_narrow(run):
         yield from _narrow_table(run, FORWARD)
         if not in_vector_memory(size):
             yield array_row("gradient of the logits", "logits and loss", FORWARD, size // FLOAT32, c)
-    yield array_row("hidden states as matmuls read", "logits and loss", FORWARD, tokens * model.width, _BFLOAT16)
+    yield array_row("hidden states in bfloat16", "logits and loss", FORWARD, tokens * model.width, _BFLOAT16)
     yield array_row("gradient of the hidden states", "gradients", FORWARD, tokens * model.width, c)
     if not _one_chunk(run) and not run.layout.frozen:
         yield array_row("gradient of the head, summed", "gradients", FORWARD, head, FLOAT32)
@@ -147,7 +146,7 @@ def _narrow_table(run: TrainingRun, phase: str) -> Iterator[Row]:
     width = run.model.width
     words = head_elements(run) // width
     yield array_row(
-        "table by rows", "weights", phase, words * tpu_tiles.round_up(width, tpu_tiles.LANES), run.compute_bytes
+        "row-major table", "weights", phase, words * tpu_tiles.round_up(width, tpu_tiles.LANES), run.compute_bytes
     )
 
 
@@ -174,14 +173,14 @@ def backward_rows(run: TrainingRun) -> Iterator[Row]:
         "gradients", "gradients", BACKWARD, gradient_elements(run, run.select("layers", "tail", trained=True)), c
     )
     if run.stage == 1:
-        count = sum(run.per_device(p.moment) for p in run.select("layers", "tail", trained=True))
+        count = sum(p.moment.elements_per_device for p in run.select("layers", "tail", trained=True))
         size = FLOAT32 if run.accumulates else c
-        yield array_row("shares of gradients, zeros", "gradients", BACKWARD, count, size)
+        yield array_row("gradient shards, zeroed", "gradients", BACKWARD, count, size)
     yield from from_host(run, BACKWARD)
     if run.group_size > 1:
         yield from _group_rows(run)
     for name, size, each in max(live_sets(run), key=lambda moment: sum(size * each for _, size, each in moment)):
-        yield rows.row(name, "activations", BACKWARD, f"{each} × {size:,} B", each * size)
+        yield Row(name, "activations", BACKWARD, each * size, f"{each} × {size:,} B")
     if model.experts and not run.layout.frozen:
         count = max(of_one_layer(run, p) for p in run.select("layers", "tail") if p.spec.role == "matrix")
         yield array_row("summed expert gradients, a layer", "gradients", BACKWARD, count, FLOAT32)
@@ -191,10 +190,10 @@ def _group_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields what remat policy `sqrt` adds per group: saved activations, weights sliced from the stacks, gradients."""
     one, count = block(run), run.group_size * len(run.model.pattern)
     size = sum(one.kept(run.remat.kept).values()) + one.values[BLOCK_INPUT].bytes
-    yield rows.row("blocks of one group", "activations", BACKWARD, f"{count} layers × {size:,} B", count * size)
+    yield Row("blocks of one group", "activations", BACKWARD, count * size, f"{count} layers × {size:,} B")
     groups, weights = run.model.repeats // run.group_size, run.select("layers")
     shares = run.stage == 3
-    whole = sum(run.per_device(p.sharded) if shares else run.compute_elements(p) for p in weights)
+    whole = sum(p.sharded.elements_per_device if shares else p.compute_elements for p in weights)
     yield array_row("weights of one group", "weights", BACKWARD, whole // groups, run.compute_bytes)
     gradients = gradient_elements(run, run.select("layers", trained=True)) // groups
     yield array_row("gradients of one group", "gradients", BACKWARD, gradients, run.compute_bytes)
@@ -208,23 +207,23 @@ def _head_gradient(run: TrainingRun) -> Row:
     """
     size, head = _logits_bytes(run), head_elements(run)
     if _one_chunk(run) and size < head * run.compute_bytes:
-        return rows.row("logits", "logits and loss", BACKWARD, f"{size:,} B", size)
+        return Row("logits", "logits and loss", BACKWARD, size, f"{size:,} B")
     each = FLOAT32 if run.devices > 1 and not _one_chunk(run) else run.compute_bytes
     return array_row("gradient of the head", "gradients", BACKWARD, head, each)
 
 
 def update_rows(run: TrainingRun) -> Iterator[Row]:
     """Yields rows of the optimizer's update."""
-    name = run.config.optimizer.name
+    optimizer = OPTIMIZERS[run.config.optimizer.name]
     size = FLOAT32 if run.accumulates else run.compute_bytes
-    count = sum(run.per_device(parameter.moment) for parameter in run.trained)
+    count = sum(parameter.moment.elements_per_device for parameter in run.trained)
     yield batch(run, UPDATE)
     yield array_row("gradients", "gradients", UPDATE, count, size)
     yield from from_host(run, UPDATE)
-    largest = max(run.per_device(parameter.moment) for parameter in run.trained)
-    copies = {"lion": 1, "muon": 1, "adafactor": 2}.get(name, 0)  # direction arrays alive at a time
+    largest = max(parameter.moment.elements_per_device for parameter in run.trained)
+    copies = optimizer.directions.get("tpu", 0)
     if copies:
         yield array_row("directions", "optimizer", UPDATE, copies * largest, FLOAT32)
-    if name == "muon":
+    if optimizer.orthogonalizes:
         grams = sum(gram_elements(p.spec) for p in run.trained if p.spec.role == "matrix")
         yield array_row("Gram matrices", "optimizer", UPDATE, 2 * grams, FLOAT32)

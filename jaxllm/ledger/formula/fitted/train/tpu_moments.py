@@ -33,7 +33,7 @@ def _attention(run: TrainingRun) -> LiveSet:
     # Chunks of queries and their gradients are stacked; gradients of keys and values are summed over chunks.
     chunked = run.config.train.attention_chunk > 0
     if run.attention.implementation == "pallas":
-        scores = ("log sums of attention, and lost shares", values["attn_lse"].bytes, 2)
+        scores = ("log-sum-exp and delta of attention", values["attn_lse"].bytes, 2)
     else:
         scores = ("scores and their gradient", _scores(run), 2)
     return [
@@ -41,7 +41,7 @@ def _attention(run: TrainingRun) -> LiveSet:
         ("queries", q, 5 if chunked else 3),
         ("keys and values", k, 5 if chunked else 2),
         ("hidden states", own * run.tensor, 1),
-        ("hidden states, shares", own, 1),
+        ("hidden states, sharded", own, 1),
     ]
 
 
@@ -54,14 +54,14 @@ def _mlp(run: TrainingRun) -> LiveSet:
         ("weights of one MLP", *_weights(run)),
         # With several devices along `tensor`: inputs of attention and of the MLP, and their gradients, all-gathered.
         ("hidden states", own * run.tensor, 4 if run.tensor > 1 else 2),
-        ("hidden states, shares", own, 2),
+        ("hidden states, sharded", own, 2),
         ("queries", q, 3 if run.tensor > 1 else 1),
     ]
     if run.group_size > 1:  # plus the group's saved activations of one repeat, sliced from its stacks
         pattern = len(run.model.pattern)
         kept = block(run).kept(run.remat.kept)
         live_set[0] = ("MLP", inner, 2)
-        live_set += [(f"{tag}, out of the stack", size, pattern) for tag, size in kept.items()]
+        live_set += [(f"{tag}, sliced", size, pattern) for tag, size in kept.items()]
     again = block(run).recomputed(run.remat.kept)
     if "attn_probs" in again and not run.config.train.attention_chunk:
         live_set.append(("scores", _scores(run), 1))
@@ -89,7 +89,7 @@ def gathered_matrix(run: TrainingRun) -> int:
     largest, count = _largest_matrix(run)
     dimension = largest.sharded.zero_dim
     assert dimension is not None
-    rows = tpu_tiles.shape_on_device(run.layout, largest.sharded)[dimension]
+    rows = largest.sharded.local_shape[dimension]
     whole = rows % tpu_tiles.SUBLANES == 0 or run.compute_bytes == FLOAT32
     return count * run.compute_bytes * (1 if whole else 2)
 
