@@ -75,8 +75,8 @@ def main() -> None:
         opened = gguf.open_file(arguments.model or smollm2_vs_llamacpp.fetch())
     except UserError as error:
         sys.exit(f"error: {error}")
-    assert opened.tokenizer is not None
-    ids = opened.tokenizer.encode(smollm2_vs_llamacpp.HELD_OUT.read_text("utf-8"))
+    assert opened.text.tokenizer is not None
+    ids = opened.text.tokenizer.encode(smollm2_vs_llamacpp.HELD_OUT.read_text("utf-8"))
     params = opened.load(jnp.float32)
     print((__doc__ or "").split("\n\n")[0])
     print(f"\nprediction: int8 within {PREDICTED:.0%} of float32\n")

@@ -132,10 +132,12 @@ def measure(opened: Pretrained, dtype: Any, tokens: int, exact: Any) -> dict[str
       tokens: new tokens per prompt.
       exact: float32 parameters.
     """
-    assert opened.tokenizer is not None
+    assert opened.text.tokenizer is not None
     params = jax.tree.map(lambda x: x.astype(dtype), exact)
     capacity = CHUNK + tokens
-    generator = Generator(opened.model, params, opened.tokenizer, dtype, capacity=capacity, chunk=CHUNK, steps=tokens)
+    generator = Generator(
+        opened.model, params, opened.text.tokenizer, dtype, capacity=capacity, chunk=CHUNK, steps=tokens
+    )
     request = SampleRequest(max_new_tokens=tokens, sampling=SamplingOptions(temperature=0.0), ignore_eos=True)
 
     def continued(prompts: list[str]) -> list[list[int]]:

@@ -86,10 +86,10 @@ def perplexity(logits: np.ndarray, ids: np.ndarray) -> float:
 
 def answer(opened: Pretrained, params: Any, question: str) -> str:
     """Returns the model's answer to a question at temperature 0."""
-    assert opened.tokenizer is not None
-    messages = chat.turns([question])
-    prompt = chat.render(messages, opened.chat_template, opened.special, add_generation_prompt=True)
-    generator = Generator(opened.model, params, chat.ChatTokenizer(opened.tokenizer), jnp.float32)
+    assert opened.text.tokenizer is not None
+    messages = [{"role": "user", "content": question}]
+    prompt = chat.render(messages, opened.text.chat_template, opened.text.special, add_generation_prompt=True)
+    generator = Generator(opened.model, params, chat.ChatTokenizer(opened.text.tokenizer), jnp.float32)
     request = SampleRequest(max_new_tokens=64, sampling=SamplingOptions(temperature=0.0))
     (result,), _ = generator.generate([prompt], request)
     return result.text
@@ -98,10 +98,10 @@ def answer(opened: Pretrained, params: Any, question: str) -> str:
 def compare(path: pathlib.Path) -> dict[str, Any]:
     """Measures a file against llama.cpp: token ids, logits, perplexity and one answer."""
     opened = gguf.open_file(path)
-    assert opened.tokenizer is not None
+    assert opened.text.tokenizer is not None
     params = opened.load(jnp.float32)
     text = HELD_OUT.read_text("utf-8")
-    ids, mixed = opened.tokenizer.encode(text), opened.tokenizer.encode(MIXED)
+    ids, mixed = opened.text.tokenizer.encode(text), opened.text.tokenizer.encode(MIXED)
     ours = {"held out": our_logits(opened, params, ids), "mixed": our_logits(opened, params, mixed)}
     found: dict[str, Any] = {"tokens": len(ids), "perplexity": perplexity(ours["held out"], ids), "llama.cpp": {}}
     context = 1 << (len(ids) + 8).bit_length()
@@ -110,14 +110,9 @@ def compare(path: pathlib.Path) -> dict[str, Any]:
             file = path
             if kind != "Q4_1":
                 file = pathlib.Path(folder) / f"{kind}.gguf"
-                gguf.write(
-                    *(file, opened.model, params, opened.tokenizer),
-                    quantization=kind,
-                    chat_template=opened.chat_template,
-                    special=opened.special,
-                )
+                gguf.write(file, opened.model, params, opened.text, quantization=kind)
             theirs = LlamaCpp(file, context)
-            same = [theirs.ids(t, special) == opened.tokenizer.encode(t, special).tolist()
+            same = [theirs.ids(t, special) == opened.text.tokenizer.encode(t, special).tolist()
                     for t in (text, MIXED) for special in (False, True)]  # fmt: skip
             row = {"ids are equal": all(same)}
             for name, sample in (("held out", ids), ("mixed", mixed)):

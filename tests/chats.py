@@ -3,7 +3,7 @@
 import json
 
 from jaxllm.data import documents
-from jaxllm.interop.byte_runs import byte_alphabet
+from jaxllm.interop.byte_level import byte_alphabet
 from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import JsonTokenizer
 

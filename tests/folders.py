@@ -12,6 +12,7 @@ from jaxllm.config import Architecture
 from jaxllm.interop import rules
 from jaxllm.interop.huggingface import config_file, folder_rules
 from jaxllm.interop.huggingface import model as huggingface
+from jaxllm.interop.text import Text
 from jaxllm.model import specs
 
 _GEMMA2 = dataclasses.replace(
@@ -61,12 +62,12 @@ def write(
     """Writes a Hugging Face folder of the model in the dtype of the tree."""
     folder.mkdir(exist_ok=True)
     dtype = np.asarray(tree["embed"]["tokens"]).dtype
-    huggingface.export(folder, model, tree, dtype, shard_bytes=shard_bytes, family=family, end_ids=(1, 2))
+    huggingface.export(folder, model, tree, dtype, shard_bytes=shard_bytes, family=family, text=Text(end_ids=(1, 2)))
     return folder
 
 
 def tensors(model: Architecture, tree, family: str) -> dict[str, np.ndarray]:
-    return dict(rules.save(model, folder_rules.make(model, family), tree))
+    return dict(rules.save(model, folder_rules.build_rules(model, family), tree))
 
 
 def change_config(folder: pathlib.Path, **fields) -> None:

@@ -7,11 +7,12 @@ from gguf import GGUFWriter
 
 from jaxllm.interop.gguf import file as gguf_file
 from jaxllm.interop.gguf import model as gguf
+from jaxllm.interop.text import Text
 
 
-def write(path, model, params=None, quantization="F32", tokenizer=None, **changes):
+def write(path, model, params=None, quantization="F32", tokenizer=None, chat_template=None, **changes):
     params = gguf_models.random_params(model) if params is None else params
-    gguf.write(path, model, params, tokenizer, quantization=quantization, **changes)
+    gguf.write(path, model, params, Text(tokenizer, chat_template), quantization=quantization, **changes)
     return params
 
 

@@ -18,7 +18,6 @@ from jaxllm.checkpoints import workdir as workdir_lib
 from jaxllm.config import Architecture, Config, LoraConfig, ModelConfig
 from jaxllm.errors import UserError
 from jaxllm.interop import opening
-from jaxllm.interop import text as texts
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.text import Text
 from jaxllm.model import specs
@@ -70,17 +69,16 @@ def prepare(config: Config, workdir: pathlib.Path) -> RunInit:
             "weights of a model; set config.init_from to it, or config.lora.rank to 0"
         )
     if not config.init_from:
-        return RunInit(config, _text(config, None, workdir), None)
+        return RunInit(config, _text(config, Text(), workdir), None)
     stored = checkpoint.stored_config(workdir)
     if stored is not None:
         base, name = architectures.resolve(stored.model), stored.model.name
         has_own = stored.data.tokenizer == workdir_lib.OWN_FILES
         config = _spelled_out(config, base, name, f"the run in {workdir}", has_own)
-        return RunInit(config, _text(config, None, workdir), None)
+        return RunInit(config, _text(config, Text(), workdir), None)
     source = open_any(config.init_from)
-    own = texts.of(source)
     config = resolved(config, source)
-    return RunInit(config, _text(config, own, workdir), source)
+    return RunInit(config, _text(config, source.text, workdir), source)
 
 
 def resolved(config: Config, source: Pretrained | None = None) -> Config:
@@ -95,9 +93,9 @@ def resolved(config: Config, source: Pretrained | None = None) -> Config:
     if not config.init_from:
         return config
     source = source or open_any(config.init_from)
-    has_own = source.tokenizer is not None
+    has_own = source.text.tokenizer is not None
     if not has_own and config.data.tokenizer == "bytes" and config.data.source != "tokens":
-        raise UserError(f"{config.init_from} comes with no tokenizer; set config.data.tokenizer to its tokenizer.json")
+        raise UserError(f"{config.init_from} has no tokenizer; set config.data.tokenizer to its tokenizer.json")
     return _spelled_out(config, source.model, config.init_from, config.init_from, has_own)
 
 
@@ -150,8 +148,8 @@ def _shapes(model: Architecture) -> dict[str, list[int]]:
     return {path_name(path): list(spec.shape) for path, spec in leaves}
 
 
-def _text(config: Config, own: Text | None, workdir: pathlib.Path) -> Text | None:
-    if config.data.tokenizer == workdir_lib.OWN_FILES and own is not None:
+def _text(config: Config, own: Text, workdir: pathlib.Path) -> Text | None:
+    if config.data.tokenizer == workdir_lib.OWN_FILES and own.tokenizer is not None:
         return own
     if config.data.source == "tokens" and config.data.tokenizer != workdir_lib.OWN_FILES:
         return None
@@ -201,15 +199,7 @@ def open_workdir(workdir: pathlib.Path) -> Pretrained:
             return frozen.merged_model(workdir, path, config, model, targets)
         return arrays.restore_params((path / "state").absolute(), targets)
 
-    return Pretrained(
-        str(workdir),
-        model,
-        load,
-        tokenizer=text.tokenizer,
-        chat_template=text.chat_template,
-        special=text.special,
-        end_ids=text.end_ids,
-    )
+    return Pretrained(str(workdir), model, load, text=text)
 
 
 def _target(array: jax.ShapeDtypeStruct, target: Any) -> jax.ShapeDtypeStruct:

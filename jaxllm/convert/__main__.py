@@ -13,7 +13,6 @@ import dataclasses
 import pathlib
 import shutil
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -23,7 +22,7 @@ from absl import flags
 from jaxllm import commandline
 from jaxllm.checkpoints import open_any
 from jaxllm.errors import UserError
-from jaxllm.interop import byte_file, peft
+from jaxllm.interop import peft
 from jaxllm.interop import text as texts
 from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.huggingface import model as huggingface
@@ -35,20 +34,20 @@ _KINDS = ("safetensors", "gguf", "peft")
 
 _MODEL = flags.DEFINE_string("model", None, "Workdir, Hugging Face folder, .gguf file, or id of the hub.")
 _TO = flags.DEFINE_string("to", None, "safetensors, gguf or peft.")
-_OUT = flags.DEFINE_string("out", None, "Folder or file to write; it must not be there yet.")
+_OUT = flags.DEFINE_string("out", None, "Folder or file to write; it must not exist yet.")
 _DTYPE = flags.DEFINE_string(
-    "dtype", None, "Of safetensors: float32, bfloat16 or float16; that of the model if not given."
+    "dtype", None, "Dtype of safetensors: float32, bfloat16 or float16; default: that of the model."
 )
 _QUANTIZATION = flags.DEFINE_string(
-    "quantization", None, f"Of GGUF: {', '.join(gguf.QUANTIZATIONS)}; the dtype of the model if not given."
+    "quantization", None, f"GGUF quantization: {', '.join(gguf.QUANTIZATIONS)}; default: the dtype of the model."
 )
-_SHARD_GIB = flags.DEFINE_float("shard_gib", 5.0, "Most GiB of one safetensors file.")
+_SHARD_GIB = flags.DEFINE_float("shard_gib", 5.0, "Maximum GiB per safetensors file.")
 
 
 def main() -> None:
     spec, kind, out = _MODEL.value, _TO.value, _OUT.value
     if not spec or not out:
-        raise UserError(f"no --{'out' if spec else 'model'} given; for instance --model runs/quickstart --out exported")
+        raise UserError(f"no --{'out' if spec else 'model'} given; for example --model runs/quickstart --out exported")
     if kind not in _KINDS:
         raise UserError(f"--to is {kind!r}; it must be one of {', '.join(_KINDS)}")
     if _DTYPE.value not in (None, *_DTYPES):
@@ -56,21 +55,21 @@ def main() -> None:
     if _QUANTIZATION.value not in (None, *gguf.QUANTIZATIONS):
         raise UserError(f"--quantization is {_QUANTIZATION.value!r}; it must be one of {', '.join(gguf.QUANTIZATIONS)}")
     if not _SHARD_GIB.value > 0:
-        raise UserError(f"--shard_gib is {_SHARD_GIB.value}; it must be more than 0")
+        raise UserError(f"--shard_gib is {_SHARD_GIB.value}; it must be positive")
     target = pathlib.Path(out).expanduser()
     if target.exists():
-        raise UserError(f"--out {out} is there already; give another path, or take it away")
+        raise UserError(f"--out {out} already exists; give another path, or remove it")
     jax.config.update("jax_platforms", "cpu")  # no matmuls here, and weights may not fit in an accelerator
     write = _writer(spec, kind, target.stem)
     staging = target.with_name(f".writing-{target.name}")
-    _remove(staging)  # left over from a run that was killed
+    _remove(staging)  # left over from a killed run
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         write(staging)
         staging.rename(target)
     except OSError as error:
         raise UserError(
-            f"--out {out} cannot be written ({error.strerror or error}); make room, or give another path"
+            f"--out {out} cannot be written ({error.strerror or error}); free disk space, or give another path"
         ) from error
     finally:
         _remove(staging)
@@ -106,35 +105,32 @@ def _remove(path: pathlib.Path) -> None:
 
 
 def _write_gguf(opened: Pretrained, path: pathlib.Path, name: str) -> None:
-    tokenizer = _tokenizer(opened)
-    if tokenizer is None:
-        print(f"{opened.source} comes with no tokenizer: the file has none")
+    if opened.text.tokenizer is None:
+        print(f"{opened.source} has no tokenizer: the file is written without one")
     gguf.write(
         path,
         opened.model,
         opened.load(opened.stored),
-        tokenizer,
-        quantization=_QUANTIZATION.value or gguf.kept(opened),
-        chat_template=opened.chat_template,
-        special=opened.special,
+        opened.text,
+        quantization=_QUANTIZATION.value or gguf.lossless_quantization(opened),
         name=name,
     )
 
 
 def _write_folder(opened: Pretrained, folder: pathlib.Path) -> None:
     dtype = np.dtype(_DTYPES[_DTYPE.value]) if _DTYPE.value else opened.stored
-    tokenizer: Any = _tokenizer(opened)
+    text = opened.text
+    if isinstance(text.tokenizer, ByteTokenizer):
+        text = dataclasses.replace(text, tokenizer=text.tokenizer.as_json_tokenizer())
     if opened.tokenizer_files:
         for file in opened.tokenizer_files:
             shutil.copyfile(file, folder / file.name)
-    elif isinstance(tokenizer, JsonTokenizer):
-        text = texts.of(dataclasses.replace(opened, tokenizer=tokenizer))
-        assert text is not None
+    elif isinstance(text.tokenizer, JsonTokenizer):
         texts.save(text, folder)
-    elif tokenizer is None:
-        print(f"{opened.source} comes with no tokenizer: the folder has none")
+    elif text.tokenizer is None:
+        print(f"{opened.source} has no tokenizer: the folder is written without one")
     else:
-        print(f"a {type(tokenizer).__name__} cannot be a tokenizer.json: the folder has none")
+        print(f"a {type(text.tokenizer).__name__} has no tokenizer.json form: the folder is written without one")
     huggingface.export(
         folder,
         opened.model,
@@ -142,13 +138,8 @@ def _write_folder(opened: Pretrained, folder: pathlib.Path) -> None:
         dtype,
         shard_bytes=int(_SHARD_GIB.value * 2**30),
         family=opened.family,
-        end_ids=opened.end_ids,
-        bos_id=None if tokenizer is None else tokenizer.bos_id,
+        text=text,
     )
-
-
-def _tokenizer(opened: Pretrained) -> Any:
-    return byte_file.as_json() if isinstance(opened.tokenizer, ByteTokenizer) else opened.tokenizer
 
 
 if __name__ == "__main__":

@@ -184,6 +184,7 @@ def _open(
     if config.source != "tokens" or vocab_size is None:
         text = text or texts.load(config.tokenizer, vocab_size or sys.maxsize)
         tokenizer = text.tokenizer
+        assert tokenizer is not None
         vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         if tokenizer.vocab_size > vocab_size:
             raise UserError(

@@ -47,20 +47,21 @@ def encode(messages: Sequence[Message], text: Text) -> Turns:
     Raises:
       UserError: the chat template rejects it, or renders it so that the bounds of an answer are ambiguous.
     """
+    assert text.tokenizer is not None
     if text.chat_template is None:
         return _joined(messages, text.tokenizer)
-    return _templated(messages, text, text.chat_template)
+    return _templated(messages, text, text.tokenizer, text.chat_template)
 
 
-def _templated(messages: Sequence[Message], text: Text, template: str) -> Turns:
+def _templated(messages: Sequence[Message], text: Text, tokenizer: Tokenizer, template: str) -> Turns:
     values: dict[str, Any] = {**text.special, **_TODAY}
 
     def render(count: int, begun: bool) -> str:
         return chat.render(messages[:count], template, values, add_generation_prompt=begun)
 
     whole = render(len(messages), False)
-    ids, spans = text.tokenizer.encode_with_spans(whole, special=True)
-    ids, spans = _with_one_begin(ids, spans, text.tokenizer.bos_id)
+    ids, spans = tokenizer.encode_with_spans(whole, special=True)
+    ids, spans = _with_one_begin(ids, spans, tokenizer.bos_id)
     ends = np.isin(ids, text.turn_ends)
     answers = np.zeros(len(ids), np.int32)
     for i, message in enumerate(messages):

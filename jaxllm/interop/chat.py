@@ -7,7 +7,7 @@ its inputs or access anything else. It has the functions that `transformers` pro
 import datetime
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -38,7 +38,7 @@ def render(
       UserError: there is no template, or the template is broken or rejects the conversation.
     """
     if not template:
-        raise UserError("the model comes with no chat template; leave --chat out, or use a model tuned for chats")
+        raise UserError("the model has no chat template; omit --chat, or use a model trained for chat")
     try:
         return _compiled(template).render(
             messages=[dict(message) for message in messages],
@@ -47,12 +47,14 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **special,
         )
-    except _RefusalError as error:
-        raise UserError(f"the model's chat template refuses this conversation: {_line(error)}") from error
+    except _RejectionError as error:
+        raise UserError(f"the model's chat template rejects this conversation: {_first_line(error)}") from error
     except jinja2.exceptions.SecurityError as error:
-        raise UserError(f"the model's chat template wants what it may not have: {_line(error)}") from error
+        raise UserError(
+            f"the model's chat template uses something that the sandbox forbids: {_first_line(error)}"
+        ) from error
     except Exception as error:  # a template is untrusted code: it can raise anything
-        raise UserError(f"the model's chat template fails ({type(error).__name__}: {_line(error)})") from error
+        raise UserError(f"the model's chat template fails ({type(error).__name__}: {_first_line(error)})") from error
 
 
 class ChatTokenizer(Tokenizer):
@@ -66,7 +68,7 @@ class ChatTokenizer(Tokenizer):
         self._tokenizer = tokenizer
         super().__init__(tokenizer._table)
         self.end_ids = tokenizer.end_ids
-        # A turn follows other text, so a space at its start belongs to the turn.
+        # An answer is decoded as a text of its own, so the space that begins its first word is dropped there too.
         self.drops_leading_space = tokenizer.drops_leading_space
 
     def encode(self, text: str, special: bool = True) -> Int32[np.ndarray, " n"]:
@@ -78,7 +80,7 @@ class ChatTokenizer(Tokenizer):
         return np.concatenate([np.array([begin], np.int32), ids[first:]])
 
 
-class _RefusalError(Exception):
+class _RejectionError(Exception):
     """Raised by `raise_exception` in a template."""
 
 
@@ -119,19 +121,14 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation, _Json]
     )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return environment
 
 
-def _refuse(message: str) -> None:
-    raise _RefusalError(message)
+def _raise_exception(message: str) -> None:
+    raise _RejectionError(message)
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def turns(texts: Iterable[str]) -> list[Message]:
-    """Converts texts to messages of alternating roles, the user first."""
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]

@@ -15,10 +15,10 @@ import numpy as np
 # as many make little difference.
 _RUN = 1024
 _TILE = 8192
-_ALIGNED = 64  # bytes; XLA requires arrays to start at a multiple of this
+_ALIGNMENT = 64  # bytes; XLA requires arrays to start at a multiple of this
 
 
-def copy(source: np.ndarray, out: np.ndarray) -> None:
+def copy_tiled(source: np.ndarray, out: np.ndarray) -> None:
     """Copies the elements of `source`, which may be any view, into `out` of the same shape.
 
     If the dtypes are equal, the elements are copied as unsigned integers: this preserves NaN payloads and is a fast
@@ -27,7 +27,7 @@ def copy(source: np.ndarray, out: np.ndarray) -> None:
     if source.dtype == out.dtype:
         bits = np.dtype(f"u{source.dtype.itemsize}")
         source, out = source.view(bits), out.view(bits)
-    source, out = _merged(source, out)
+    source, out = _merge_axes(source, out)
     axis = min(range(source.ndim), key=lambda i: (source.shape[i] == 1, abs(source.strides[i])), default=0)
     last = source.ndim - 1
     if source.ndim < 2 or axis == last or source.shape[axis] * source.shape[last] < _TILE:
@@ -42,25 +42,25 @@ def copy(source: np.ndarray, out: np.ndarray) -> None:
         out[tile] = source[tile] if source.dtype == out.dtype else np.ascontiguousarray(source[tile])
 
 
-def aligned(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> np.ndarray:
+def empty_aligned(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Allocates an uninitialized array, aligned to 64 bytes: JAX on CPU uses it without a copy."""
     numpy = np.dtype(dtype)
     size = math.prod(shape) * numpy.itemsize
-    room = np.empty(size + _ALIGNED, np.uint8)
-    start = -room.ctypes.data % _ALIGNED
+    room = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
     return room[start : start + size].view(numpy).reshape(shape)
 
 
-def contiguous(source: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def as_contiguous(source: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns the array in C order with the given dtype; returns `source` itself if it has both already."""
     if source.dtype == dtype and source.flags.c_contiguous:
         return source
-    made = np.empty(source.shape, dtype)
-    copy(source, made)
-    return made
+    out = np.empty(source.shape, dtype)
+    copy_tiled(source, out)
+    return out
 
 
-def _merged(source: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _merge_axes(source: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns both arrays with adjacent axes merged wherever the axes are contiguous in both."""
     shape: list[int] = []
     strides: list[list[int]] = [[], []]

@@ -19,9 +19,10 @@ import numpy as np
 
 from jaxllm.config import LORA_TARGETS, Architecture, LoraConfig
 from jaxllm.errors import UserError
+from jaxllm.interop import rules
 from jaxllm.interop.huggingface import config_file, folder_rules
+from jaxllm.interop.huggingface.config_fields import read_json
 from jaxllm.interop.huggingface.families import FAMILIES
-from jaxllm.interop.huggingface.model import read_json
 from jaxllm.interop.huggingface.safetensors_files import TensorFiles, read_header, write_file
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.model import adapter_specs, adapters
@@ -31,7 +32,7 @@ from jaxllm.parallel.mesh import path_name
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_HALVES = {"a": "lora_A", "b": "lora_B"}
+_MATRICES = {"a": "lora_A", "b": "lora_B"}
 # Fields of adapter_config.json that change what adapters compute, and their values for plain LoRA (A and B only).
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -62,12 +63,12 @@ def export(folder: pathlib.Path, model: Architecture, lora: LoraConfig, tree: An
         one tensor.
     """
     family = config_file.write_config(model)[0]
-    places = _places(model, family, lora)
+    locations = _adapter_locations(model, family, lora)
     leaves = {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for module, path, row in places:
-            for half, name in _HALVES.items():
+        for module, path, row in locations:
+            for half, name in _MATRICES.items():
                 x = leaves[f"{path}.{half}"]
                 x = x if row is None else x[row]
                 flat = x.reshape(-1, lora.rank) if half == "a" else x.reshape(lora.rank, -1)
@@ -75,8 +76,8 @@ def export(folder: pathlib.Path, model: Architecture, lora: LoraConfig, tree: An
 
     shapes = {name: tensor.shape for name, tensor in tensors()}
     write_file(folder / TENSORS, shapes, np.dtype(np.float32), tensors())
-    targets = sorted({_module_name(module, family) for module, _, _ in places})
-    told = {
+    targets = sorted({_module_name(module, family) for module, _, _ in locations})
+    config = {
         "base_model_name_or_path": base,
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -89,7 +90,7 @@ def export(folder: pathlib.Path, model: Architecture, lora: LoraConfig, tree: An
         "init_lora_weights": True,
         **{name: values[0] for name, values in _PLAIN.items() if name in ("bias", "use_rslora", "use_dora")},
     }
-    (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _module_name(module: str, family: str) -> str:
@@ -97,32 +98,30 @@ def _module_name(module: str, family: str) -> str:
     return ".".join(module.split(".")[-2 if family == "gpt2" else -1 :])
 
 
-def _places(model: Architecture, family: str, lora: LoraConfig) -> list[tuple[str, str, int | None]]:
+def _adapter_locations(model: Architecture, family: str, lora: LoraConfig) -> list[tuple[str, str, int | None]]:
     """Lists the adapters as (module, path in the parameter tree, row if the layers are stacked, else None).
 
     Raises:
       UserError: a target is only a part of a fused module.
     """
-    period, places = len(model.pattern), []
-    for rule in folder_rules.make(model, family):
-        mine = [path for path in rule.paths if path in {f"{LORA_TARGETS[target]}.{target}" for target in lora.targets}]
-        if not mine or rule.layer is None:
+    locations = []
+    for rule in folder_rules.build_rules(model, family):
+        adapted = [path for path in rule.paths if path in {f"{LORA_TARGETS[t]}.{t}" for t in lora.targets}]
+        if not adapted or rule.layer is None:
             continue
         module = rule.names[0].removesuffix(".weight")
         if len(rule.paths) > 1:
             parts = ", ".join(path.split(".")[1] for path in rule.paths)
             raise UserError(
-                f"{family} keeps {parts} in one tensor, {module}, beside "
-                "which PEFT has one adapter for all of them; convert --to safetensors, which merges the adapters"
+                f"{family} stores {parts} in one tensor, {module}, for which PEFT has only one adapter; "
+                "convert --to safetensors, which merges the adapters"
             )
-        repeat, place = divmod(rule.layer, period)
-        stacked = repeat < model.repeats
-        at = f"layers.{place}" if stacked else f"tail.{rule.layer - model.repeats * period}"
-        places.append((module, f"{at}.{mine[0]}", repeat if stacked else None))
-    return places
+        prefix, row = rules.layer_location(model, rule.layer)
+        locations.append((module, f"{prefix}.{adapted[0]}", row))
+    return locations
 
 
-def onto(opened: Pretrained, folder: pathlib.Path) -> Pretrained:
+def with_adapters(opened: Pretrained, folder: pathlib.Path) -> Pretrained:
     """Returns the model with a loader that merges the adapters of a PEFT folder into its weights, in float32.
 
     Args:
@@ -133,56 +132,57 @@ def onto(opened: Pretrained, folder: pathlib.Path) -> Pretrained:
         missing or unexpected tensors.
     """
     config, entries = read_json(folder / CONFIG), read_header(folder / TENSORS)
-    lora, family = _read_config(config, folder), opened.family or config_file.write_config(opened.model)[0]
-    if family not in FAMILIES:
-        family = config_file.write_config(opened.model)[0]
+    lora = _read_config(config, folder)
+    family = opened.family if opened.family in FAMILIES else config_file.write_config(opened.model)[0]
     modules = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in entries}
     lora = dataclasses.replace(lora, targets=_targets(opened.model, family, modules, folder))
-    places = _places(opened.model, family, lora)
-    wanted = {f"{_PREFIX}{module}.{half}.weight" for module, _, _ in places for half in _HALVES.values()}
+    locations = _adapter_locations(opened.model, family, lora)
+    wanted = {f"{_PREFIX}{module}.{half}.weight" for module, _, _ in locations for half in _MATRICES.values()}
     if wanted != entries.keys():
-        missing, more = sorted(wanted - entries.keys()), sorted(entries.keys() - wanted)
-        told = [
-            f"{kind}: {', '.join(names[:4])}" for kind, names in (("missing", missing), ("unexpected", more)) if names
-        ]
-        raise UserError(f"{folder} has not one adapter for each layer of this model ({'; '.join(told)}); use its own")
-    tree = _read(opened.model, lora, places, TensorFiles.of(entries), folder)
+        missing, unexpected = sorted(wanted - entries.keys()), sorted(entries.keys() - wanted)
+        lists = {"missing": missing, "unexpected": unexpected}
+        parts = [f"{kind}: {', '.join(names[:4])}" for kind, names in lists.items() if names]
+        raise UserError(
+            f"{folder} does not have one adapter per layer of this model ({'; '.join(parts)}); use adapters that were "
+            "trained on this model"
+        )
+    tree = _read_adapters(opened.model, lora, locations, TensorFiles(entries), folder)
 
     def load(dtype: jax.typing.DTypeLike, shardings: Any) -> Any:
         weights = opened.load(jnp.float32, shardings)
         return adapters.merged(opened.model, weights, tree, adapters.scale_of(lora), dtype)
 
-    return dataclasses.replace(opened, loader=load, source=opened.source)
+    return dataclasses.replace(opened, loader=load)
 
 
 def _read_config(config: dict[str, Any], folder: pathlib.Path) -> LoraConfig:
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; jaxllm can do LORA")
+        raise UserError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; it must be LORA")
     for name, values in _PLAIN.items():
         if config.get(name, values[0]) not in values:
-            raise UserError(f"{folder / CONFIG}: {name} is {config[name]!r}, which jaxllm has no adapters for")
+            raise UserError(f"{folder / CONFIG}: {name} = {config[name]!r} is unsupported; it must be {values[0]!r}")
     try:
         return LoraConfig(rank=int(config["r"]), alpha=float(config["lora_alpha"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG} has no r and lora_alpha that are numbers; download it again") from error
+        raise UserError(f"{folder / CONFIG}: r and lora_alpha must be numbers; download it again") from error
 
 
 def _targets(model: Architecture, family: str, modules: set[str], folder: pathlib.Path) -> tuple[str, ...]:
     found = {
         rule.paths[0].split(".")[1]
-        for rule in folder_rules.make(model, family)
+        for rule in folder_rules.build_rules(model, family)
         if rule.names[0].removesuffix(".weight") in modules and len(rule.paths) == 1 and rule.layer is not None
     }
     targets = tuple(target for target in LORA_TARGETS if target in found)
     if not targets:
-        raise UserError(f"{folder} has no adapter for a weight of this model, a {family}; give those of this model")
+        raise UserError(f"{folder} has no adapters for this model ({family}); use adapters that were trained on it")
     return targets
 
 
-def _read(
+def _read_adapters(
     model: Architecture,
     lora: LoraConfig,
-    places: list[tuple[str, str, int | None]],
+    locations: list[tuple[str, str, int | None]],
     files: TensorFiles,
     folder: pathlib.Path,
 ) -> Any:
@@ -192,14 +192,14 @@ def _read(
         path_name(path): np.empty(spec.shape, np.float32)
         for path, spec in jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_spec)
     }
-    for module, path, row in places:
-        for half, name in _HALVES.items():
+    for module, path, row in locations:
+        for half, name in _MATRICES.items():
             tensor = files.read(f"{_PREFIX}{module}.{name}.weight")
             out = leaves[f"{path}.{half}"] if row is None else leaves[f"{path}.{half}"][row]
             if tensor.size != math.prod(out.shape) or lora.rank not in (tensor.shape[0], tensor.shape[-1]):
                 raise UserError(
-                    f"{folder}: {module}.{name} is {list(tensor.shape)}; an adapter of rank {lora.rank} of this model "
-                    f"is {list(out.shape)} there; it belongs to another model"
+                    f"{folder}: {module}.{name} has shape {list(tensor.shape)}; rank {lora.rank} on this model needs "
+                    f"{list(out.shape)}: use adapters that were trained on this model"
                 )
             out[...] = tensor.astype(np.float32).T.reshape(out.shape)
     return jax.tree_util.tree_map_with_path(

@@ -2,14 +2,14 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxllm.config import Architecture
-from jaxllm.interop.tokenizer import Tokenizer
+from jaxllm.interop.text import Text
 
 # (dtype of the arrays, tree of shardings as in `Pretrained.load`, or None) -> parameter tree.
 Loader = Callable[[jax.typing.DTypeLike, Any], Any]
@@ -27,10 +27,7 @@ class Pretrained:
         float32.
       family: name of the model family in its format ("llama", "qwen3_moe"); "" if there is none.
       quantization: for a GGUF file, the supported quantization of all of its matrices; "" if there is none.
-      tokenizer: None if there is none. Its `bos_id` begins every document; None means no begin token.
-      chat_template: Jinja source; None if there is none.
-      special: special tokens by their names in the template: {"bos_token": "<s>", …}.
-      end_ids: tokens that end generation; the first ends a document.
+      text: its tokenizer, chat template, special and end tokens, as far as the source has them.
       tokenizer_files: files that an export copies unchanged.
     """
 
@@ -40,10 +37,7 @@ class Pretrained:
     stored: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
     family: str = ""
     quantization: str = ""
-    tokenizer: Tokenizer | None = None
-    chat_template: str | None = None
-    special: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    end_ids: tuple[int, ...] = ()
+    text: Text = dataclasses.field(default_factory=Text)
     tokenizer_files: tuple[pathlib.Path, ...] = ()
 
     def load(self, dtype: jax.typing.DTypeLike, shardings: Any = None) -> Any:

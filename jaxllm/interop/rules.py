@@ -21,7 +21,7 @@ from jaxllm.parallel.mesh import path_name
 Tensors = Sequence[np.ndarray]
 
 
-def _same(tensors: Tensors) -> Tensors:
+def _unchanged(tensors: Tensors) -> Tensors:
     return tensors
 
 
@@ -35,14 +35,14 @@ class TensorMapping:
       layer: index in the model of the layer that contains `paths`; None if they are in no layer.
       load: tensors in the order of `names` -> arrays of one layer in the order of `paths`.
       save: inverse of `load`, bit-exact.
-      expert: index of the expert: the arrays are this row of the arrays at `paths`. None: the whole arrays.
+      expert: index of the expert: the arrays are this row of the arrays at `paths`. None: all rows.
     """
 
     names: tuple[str, ...]
     paths: tuple[str, ...]
     layer: int | None = None
-    load: Callable[[Tensors], Tensors] = _same
-    save: Callable[[Tensors], Tensors] = _same
+    load: Callable[[Tensors], Tensors] = _unchanged
+    save: Callable[[Tensors], Tensors] = _unchanged
     expert: int | None = None
 
 
@@ -61,14 +61,12 @@ def check(rules: Sequence[TensorMapping], names: Collection[str], where: str, ig
     missing, extra = sorted(wanted - set(names)), sorted(set(names) - wanted - set(ignored))
     if missing or extra:
         parts = [f"{len(found)} {kind}: {', '.join(found)}" for kind, found in _format_names(missing, extra) if found]
-        raise UserError(
-            f"{where} does not hold what its configuration says ({'; '.join(parts)}); use the files of one release"
-        )
+        raise UserError(f"{where} does not match its configuration ({'; '.join(parts)}); use the files of one release")
 
 
 def _format_names(missing: list[str], extra: list[str]) -> list[tuple[str, list[str]]]:
-    near = {name: difflib.get_close_matches(name, extra, n=1, cutoff=0.9) for name in missing}
-    named = [f"{name} (there is {found[0]})" if found else name for name, found in near.items()]
+    similar = {name: difflib.get_close_matches(name, extra, n=1, cutoff=0.9) for name in missing}
+    named = [f"{name} (found {found[0]})" if found else name for name, found in similar.items()]
     return [("missing", named), ("unexpected", extra)]
 
 
@@ -82,11 +80,11 @@ def check_shapes(model: Architecture, rules: Sequence[TensorMapping], shape: Cal
     Raises:
       UserError: a shape differs.
     """
-    pieces = _Pieces(rules, lambda name: np.broadcast_to(np.zeros((), np.uint8), shape(name)))
+    builder = _LayerBuilder(rules, lambda name: np.broadcast_to(np.zeros((), np.uint8), shape(name)))
     for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(model), is_leaf=is_spec):
-        layers, name = _place(model, path)
+        layers, name = _locate(model, path)
         for layer in layers:
-            pieces.get(layer, name, spec.shape[_stacked(path) :])
+            builder.check(layer, name, spec.shape[_is_stacked(path) :])
 
 
 def load(
@@ -110,45 +108,44 @@ def load(
     Raises:
       UserError: the shape of a tensor differs from the configuration.
     """
-    pieces = _Pieces(rules, read)
+    builder = _LayerBuilder(rules, read)
 
-    def whole(path: Any, spec: ParamSpec, target: Any) -> jax.Array:
-        layers, name = _place(model, path)
-        shape = spec.shape[_stacked(path) :]
-        stored = target.shape if isinstance(target, jax.ShapeDtypeStruct) else spec.shape
+    def load_array(path: Any, spec: ParamSpec, target: Any) -> jax.Array:
+        layers, name = _locate(model, path)
+        layer_shape = spec.shape[_is_stacked(path) :]
+        padded_shape = target.shape if isinstance(target, jax.ShapeDtypeStruct) else spec.shape
 
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        def load_shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            shares = [len(range(*s.indices(n))) for s, n in zip(index, stored, strict=True)]
+            shard_shape = [len(range(*s.indices(n))) for s, n in zip(index, padded_shape, strict=True)]
             # JAX aliases an aligned array. Buffers that a training step overwrites must be owned by JAX: copied.
-            made = copying.aligned(shares, dtype) if target is None else np.empty(shares, dtype)
+            shard = copying.empty_aligned(shard_shape, dtype) if target is None else np.empty(shard_shape, dtype)
             index = tuple(slice(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True))  # without padding
-            sizes = [len(range(s.start, s.stop)) for s in index]
-            out = made[tuple(slice(0, size) for size in sizes)]
-            if out.size < made.size:
-                made[...] = 0
+            out = shard[tuple(slice(0, len(range(s.start, s.stop))) for s in index)]
+            if out.size < shard.size:
+                shard[...] = 0
             if not out.size:
-                return made
-            if not _stacked(path):
-                pieces.copy(out, layers[0], name, shape, index)
-                return made
+                return shard
+            if not _is_stacked(path):
+                builder.copy(out, layers[0], name, layer_shape, index)
+                return shard
             for row, layer in zip(out, layers[index[0]], strict=True):
-                pieces.copy(row, layer, name, shape, index[1:])
-            return made
+                builder.copy(row, layer, name, layer_shape, index[1:])
+            return shard
 
         if target is None:
-            return jax.device_put(part(tuple(slice(0, n) for n in spec.shape)), may_alias=True)
+            return jax.device_put(load_shard(tuple(slice(0, n) for n in spec.shape)), may_alias=True)
         sharding = target.sharding if isinstance(target, jax.ShapeDtypeStruct) else target
         # Block, or the host keeps arrays in transfer in memory while the next one is read.
-        return jax.block_until_ready(jax.make_array_from_callback(stored, sharding, part))
+        return jax.block_until_ready(jax.make_array_from_callback(padded_shape, sharding, load_shard))
 
     specs = param_specs(model)
     if shardings is None:
-        return jax.tree_util.tree_map_with_path(lambda p, s: whole(p, s, None), specs, is_leaf=is_spec)
-    return jax.tree_util.tree_map_with_path(whole, specs, shardings, is_leaf=is_spec)
+        return jax.tree_util.tree_map_with_path(lambda p, s: load_array(p, s, None), specs, is_leaf=is_spec)
+    return jax.tree_util.tree_map_with_path(load_array, specs, shardings, is_leaf=is_spec)
 
 
-class _Pieces:
+class _LayerBuilder:
     """Builds the arrays of single layers from tensors, according to the rules."""
 
     def __init__(self, rules: Sequence[TensorMapping], read: Callable[[str], np.ndarray]):
@@ -157,10 +154,10 @@ class _Pieces:
         }
         self._read = read
 
-    def get(self, layer: int | None, path: str, shape: tuple[int, ...]) -> None:
+    def check(self, layer: int | None, path: str, shape: tuple[int, ...]) -> None:
         """Builds an array and discards it, to raise the errors that loading would raise."""
-        for expert, rows in self._parts(layer, path, shape):
-            self._made(layer, path, expert, rows)
+        for expert, expert_shape in self._experts(layer, path, shape):
+            self._build(layer, path, expert, expert_shape)
 
     def copy(
         self, out: np.ndarray, layer: int | None, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
@@ -171,17 +168,17 @@ class _Pieces:
           out: destination.
           layer: the layer; None if the array is in no layer.
           path: path of the array.
-          shape: shape of the whole array.
+          shape: shape of the array before slicing.
           index: the slice.
         """
-        experts = range(*index[0].indices(shape[0])) if index else range(0)
-        for expert, rows in self._parts(layer, path, shape):
+        wanted = range(*index[0].indices(shape[0])) if index else range(0)
+        for expert, expert_shape in self._experts(layer, path, shape):
             if expert is None:
-                copying.copy(self._made(layer, path, None, rows)[index], out)
-            elif expert in experts:
-                copying.copy(self._made(layer, path, expert, rows)[index[1:]], out[experts.index(expert)])
+                copying.copy_tiled(self._build(layer, path, None, expert_shape)[index], out)
+            elif expert in wanted:
+                copying.copy_tiled(self._build(layer, path, expert, expert_shape)[index[1:]], out[wanted.index(expert)])
 
-    def _parts(
+    def _experts(
         self, layer: int | None, path: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[int | None, tuple[int, ...]]]:
         """Yields (expert or None, shape) of each array that the rules build for one array of the tree."""
@@ -190,20 +187,21 @@ class _Pieces:
         else:
             yield from ((expert, shape[1:]) for expert in range(shape[0]))
 
-    def _made(self, layer: int | None, path: str, expert: int | None, shape: tuple[int, ...]) -> np.ndarray:
+    def _build(self, layer: int | None, path: str, expert: int | None, shape: tuple[int, ...]) -> np.ndarray:
         rule, i = self._by_path[layer, path, expert]
         tensors = [self._read(name) for name in rule.names]
         try:
-            made = rule.load(tensors)[i]
+            array = rule.load(tensors)[i]
             reason = ""
         except ValueError as error:  # a reshape or split that does not match the number of elements
-            made, reason = np.empty(()), f" ({error})"
-        if made.shape != shape:
-            told = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(rule.names, tensors, strict=True))
+            array, reason = np.empty(()), f" ({error})"
+        if array.shape != shape:
+            found = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(rule.names, tensors, strict=True))
             raise UserError(
-                f"{told}: the configuration makes {path} {list(shape)} of it{reason}; they do not belong together"
+                f"{found} cannot be loaded into {path} {list(shape)} of the configuration{reason}; use the weights and "
+                "the configuration of one release"
             )
-        return made
+        return array
 
 
 def save(model: Architecture, rules: Sequence[TensorMapping], params: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -211,14 +209,11 @@ def save(model: Architecture, rules: Sequence[TensorMapping], params: Any) -> It
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def array(rule: TensorMapping, path: str) -> np.ndarray:
-        index: tuple[int, ...] = () if rule.expert is None else (rule.expert,)
-        if rule.layer is None:
-            return np.asarray(leaves[path])[index]
-        period = len(model.pattern)
-        repeat, place = divmod(rule.layer, period)
-        if repeat < model.repeats:
-            return np.asarray(leaves[f"layers.{place}.{path}"])[(repeat, *index)]
-        return np.asarray(leaves[f"tail.{rule.layer - model.repeats * period}.{path}"])[index]
+        index = [] if rule.expert is None else [rule.expert]
+        if rule.layer is not None:
+            prefix, row = layer_location(model, rule.layer)
+            path, index = f"{prefix}.{path}", index if row is None else [row, *index]
+        return np.asarray(leaves[path])[tuple(index)]
 
     for rule in rules:
         yield from zip(rule.names, rule.save([array(rule, path) for path in rule.paths]), strict=True)
@@ -226,15 +221,33 @@ def save(model: Architecture, rules: Sequence[TensorMapping], params: Any) -> It
 
 def saved_shapes(model: Architecture, rules: Sequence[TensorMapping]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors that `save` yields, in the same order."""
-    nothing = map_specs(lambda spec: np.broadcast_to(np.zeros((), np.uint8), spec.shape), param_specs(model))
-    return {name: tensor.shape for name, tensor in save(model, rules, nothing)}
+    empty = map_specs(lambda spec: np.broadcast_to(np.zeros((), np.uint8), spec.shape), param_specs(model))
+    return {name: tensor.shape for name, tensor in save(model, rules, empty)}
 
 
-def _stacked(path: Any) -> bool:
+def layer_kinds(model: Architecture) -> list[str]:
+    """Lists the kind of every layer."""
+    return [model.pattern[i % len(model.pattern)] for i in range(model.layers)]
+
+
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Returns the shortest pattern that repeats to these layer kinds."""
+    return next(
+        tuple(kinds[:n]) for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
+    )
+
+
+def layer_location(model: Architecture, layer: int) -> tuple[str, int | None]:
+    """Returns (path of a layer in the tree, its row in the stacked arrays there; None if they are not stacked)."""
+    repeat, position = divmod(layer, len(model.pattern))
+    return (f"layers.{position}", repeat) if repeat < model.repeats else (f"tail.{position}", None)
+
+
+def _is_stacked(path: Any) -> bool:
     return path_name(path).startswith("layers.")
 
 
-def _place(model: Architecture, path: Any) -> tuple[Sequence[int | None], str]:
+def _locate(model: Architecture, path: Any) -> tuple[Sequence[int | None], str]:
     """Returns (layers whose arrays are stored at a path of the tree, the path within a rule)."""
     parts = path_name(path).split(".")
     if parts[0] == "layers":

@@ -15,7 +15,7 @@ import tokenizers
 from jaxtyping import Int32
 
 from jaxllm.errors import UserError
-from jaxllm.interop import byte_runs
+from jaxllm.interop import byte_level
 
 # Names that published tokenizers give the token that ends a document or a turn, most likely first.
 END_NAMES = (
@@ -82,7 +82,7 @@ class Tokenizer:
 
     def byte_lengths(self) -> Int32[np.ndarray, " vocab_size"]:
         """Returns the number of bytes of each id, 0 for special tokens; bits per byte is bits divided by their sum."""
-        return np.array([len(run) for run in self._table], np.int32)
+        return np.array([len(data) for data in self._table], np.int32)
 
 
 class ByteTokenizer(Tokenizer):
@@ -103,6 +103,11 @@ class ByteTokenizer(Tokenizer):
         sizes = [len(char.encode("utf-8", "replace")) for char in text]
         first = np.repeat(np.arange(len(text), dtype=np.int32), sizes)
         return self.encode(text, special), np.stack([first, first + 1], axis=1)
+
+    def as_json_tokenizer(self) -> "JsonTokenizer":
+        """Returns a tokenizer of the same ids that can be saved; its end-of-document token has a name."""
+        content = byte_level.byte_tokenizer(END_NAMES[0]).to_str()
+        return JsonTokenizer(content, "the byte tokenizer", self.end_ids)
 
 
 class JsonTokenizer(Tokenizer):
@@ -126,7 +131,7 @@ class JsonTokenizer(Tokenizer):
             one.no_truncation()  # a file may set its model's length limit, which would truncate documents
             one.no_padding()
         self._plain.encode_special_tokens = True
-        super().__init__(byte_runs.of(self._special, json.loads(content).get("decoder"), where))
+        super().__init__(byte_level.token_bytes(self._special, json.loads(content).get("decoder"), where))
         self.drops_leading_space = self._find_leading_space()
         self.bos_id = self._find_bos()
         self.end_ids = self._find_ends(ends)
@@ -151,8 +156,8 @@ class JsonTokenizer(Tokenizer):
 
     def _find_leading_space(self) -> bool:
         """Checks if the file's decoder removes one leading space, by decoding a token that begins with a space."""
-        for i, run in enumerate(self._table):
-            if len(run) > 1 and run.startswith(b" ") and run[1:].isalpha():
+        for i, data in enumerate(self._table):
+            if len(data) > 1 and data.startswith(b" ") and data[1:].isalpha():
                 return not self._special.decode([i]).startswith(" ")
         return False
 
@@ -190,7 +195,7 @@ class FileTokenizer(JsonTokenizer):
 
 def _not_a_tokenizer(where: str, error: Exception) -> UserError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return UserError(f"{where} is not a tokenizer.json ({reason}); give the file of a Hugging Face model")
+    return UserError(f"{where} is not a valid tokenizer.json ({reason}); use the file of a Hugging Face model")
 
 
 def _declared_end(settings: pathlib.Path) -> str:
@@ -222,20 +227,3 @@ class StreamDecoder:
     def finish(self) -> str:
         """Flushes the decoder: returns U+FFFD for an incomplete character, else ""."""
         return self._utf8.decode(b"", final=True)
-
-
-def load(spec: str) -> Tokenizer:
-    """Loads the tokenizer that `config.data.tokenizer` names.
-
-    Args:
-      spec: "bytes", or the path of a tokenizer.json or of a folder that contains one.
-    Raises:
-      UserError: the file is not found, or is not a tokenizer.
-    """
-    if spec == "bytes":
-        return ByteTokenizer()
-    path = pathlib.Path(spec).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"tokenizer {spec!r} not found at {path}; give 'bytes' or the path of a tokenizer.json")
-    return FileTokenizer(path)

@@ -87,7 +87,7 @@ def main() -> None:
     check(request, len(_PROMPT.value))  # before the weights are read, which can take minutes
     opened = open_any.open_any(spec)
     if _ADAPTER.value:
-        opened = peft.onto(opened, pathlib.Path(_ADAPTER.value).expanduser())
+        opened = peft.with_adapters(opened, pathlib.Path(_ADAPTER.value).expanduser())
     dtype = policy_for("auto", jax.default_backend()).compute_dtype
     if _CHAT.value:
         chat.run(
@@ -112,10 +112,10 @@ def _tokenizer(opened: Pretrained) -> Tokenizer:
     Raises:
       UserError: The model has no tokenizer.
     """
-    if opened.tokenizer is None:
-        raise UserError(f"{opened.source} comes with no tokenizer.json; put that of its release into the folder")
-    tokenizer = copy.copy(opened.tokenizer)
-    tokenizer.end_ids = opened.end_ids or tokenizer.end_ids
+    if opened.text.tokenizer is None:
+        raise UserError(f"{opened.source} has no tokenizer.json; copy it from the model's release into the folder")
+    tokenizer = copy.copy(opened.text.tokenizer)
+    tokenizer.end_ids = opened.text.end_ids or tokenizer.end_ids
     return tokenizer
 
 

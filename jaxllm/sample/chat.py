@@ -19,6 +19,7 @@ from jaxllm.errors import UserError
 from jaxllm.interop import chat
 from jaxllm.interop.chat import ChatTokenizer, Message
 from jaxllm.interop.pretrained import Pretrained
+from jaxllm.interop.text import Text
 from jaxllm.ledger.advice import out_of_memory
 from jaxllm.ledger.runtime.sampling import SamplingBill
 
@@ -31,15 +32,15 @@ class Conversation:
 
     Args:
       generator: Generator of the answers.
-      opened: The model with its chat template.
+      text: Chat template of the model.
       request: Settings of each answer.
 
     Attributes:
       messages: {"role", "content"} of each message.
     """
 
-    def __init__(self, generator: Generator, opened: Pretrained, request: SampleRequest):
-        self._generator, self._opened, self._request = generator, opened, request
+    def __init__(self, generator: Generator, text: Text, request: SampleRequest):
+        self._generator, self._text, self._request = generator, text, request
         self.messages: list[Message] = []
 
     def say(self, text: str, on_text: Callable[[str], None]) -> tuple[Result, Times]:
@@ -54,7 +55,7 @@ class Conversation:
             conversation is then unchanged.
         """
         messages = [*self.messages, _user(text)]
-        prompt = _rendered(self._opened, messages)
+        prompt = _rendered(self._text, messages)
         (result,), times = self._generator.generate([prompt], self._request, lambda _, piece: on_text(piece))
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
         return result, times
@@ -86,10 +87,10 @@ def run(
       UserError: The model has no chat template or tokenizer, the first prompt does not fit, or a turn fails. At a
         terminal, the error of a failed turn is printed instead, and the turn is left out of the conversation.
     """
-    if opened.tokenizer is None:
-        raise UserError(f"{opened.source} comes with no tokenizer; --chat needs one")
-    tokenizer = ChatTokenizer(opened.tokenizer)
-    tokenizer.end_ids = opened.end_ids or tokenizer.end_ids
+    if opened.text.tokenizer is None:
+        raise UserError(f"{opened.source} has no tokenizer; --chat needs one")
+    tokenizer = ChatTokenizer(opened.text.tokenizer)
+    tokenizer.end_ids = opened.text.end_ids or tokenizer.end_ids
     billed: list[SamplingBill] = []
 
     def admit(_rows: int, tokens: int) -> None:
@@ -99,11 +100,11 @@ def run(
         made.admit()
         billed.append(made)
 
-    first = engine.encode(_rendered(opened, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
+    first = engine.encode(_rendered(opened.text, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
     with out_of_memory.explained(lambda error: billed[-1].oom_message("in the conversation", error)):
         generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit)
-        said = _talk(Conversation(generator, opened, request), prompts, as_json)
+        said = _talk(Conversation(generator, opened.text, request), prompts, as_json)
     if said:
         _tell(billed[-1].reconcile(generator.live, generator.compiled_peaks()))
         _tell([_describe([times for _, times in said])])
@@ -133,8 +134,8 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _rendered(opened: Pretrained, messages: Sequence[Message]) -> str:
-    return chat.render(messages, opened.chat_template, opened.special, add_generation_prompt=True)
+def _rendered(text: Text, messages: Sequence[Message]) -> str:
+    return chat.render(messages, text.chat_template, text.special, add_generation_prompt=True)
 
 
 def _lines(prompts: Sequence[str], typed: bool) -> Iterator[str]:

@@ -82,8 +82,8 @@ class Trainer:
             config.data, config.train.batch_size, config.eval.batches, vocab_size=vocab_size, split=split, text=text
         )
         # In chat data the end tokens of answers are targets too, and have no bytes of text.
-        of_text = text is not None and config.data.source not in ("tokens", "chat")
-        self._byte_lengths = text.tokenizer.byte_lengths() if text is not None and of_text else None
+        tokenizer = None if text is None or config.data.source in ("tokens", "chat") else text.tokenizer
+        self._byte_lengths = None if tokenizer is None else tokenizer.byte_lengths()
         self._tracing = False
         self._doing = "at start-up"  # for messages
 

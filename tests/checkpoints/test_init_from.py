@@ -49,7 +49,7 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "model"
     folder.mkdir()
     params = specs.initialize(specs.param_specs(MODEL), jax.random.key(5), jnp.float32)
-    huggingface.export(folder, MODEL, params, np.dtype("float32"), shard_bytes=1 << 30, end_ids=(chats.END,))
+    huggingface.export(folder, MODEL, params, np.dtype("float32"), shard_bytes=1 << 30, text=chats.text())
     texts.save(chats.text(begins=True), folder)
     return folder
 
@@ -132,7 +132,7 @@ def test_a_run_learns_answers_and_leaves_all_it_needs(plain, source, tmp_path):
     assert text.tokenizer.bos_id == chats.BEGIN
     opened = open_any.open_any(str(workdir))
     assert opened.model.layers == 2
-    assert opened.chat_template == own.chat_template
+    assert opened.text.chat_template == own.chat_template
     _, params = runs.trained(workdir)
     assert same(params, opened.load(jnp.float32))
 
@@ -155,7 +155,7 @@ def test_a_run_goes_on_where_the_source_is_gone(plain, source, tmp_path):
     again.train.steps = 4
     with pytest.raises(UserError, match=r"has no tokenizer.json, which the run in .* needs"):
         run(again, tmp_path / "run")
-    with pytest.raises(UserError, match="is not here"):
+    with pytest.raises(UserError, match="not found"):
         run(config(copy, tmp_path), tmp_path / "new")
 
 
@@ -174,7 +174,7 @@ def test_marks_beyond_the_vocabulary_do_not_stop_a_run_that_goes_on(source, tmp_
     _, losses = run(config(copy, tmp_path), tmp_path / "run")
     assert len(losses) == 3
     opened = open_any.open_any(str(tmp_path / "run"))
-    assert opened.tokenizer.vocab_size == MODEL.vocab_size
+    assert opened.text.tokenizer.vocab_size == MODEL.vocab_size
     made = config(copy, tmp_path)
     chats.write(tmp_path, [*RECORDS, {"prompt": "<image>", "answer": "b"}])
     with pytest.raises(UserError, match=r"c.jsonl:41 has the token <image> of id 259 and .* vocab_size is 259"):
@@ -278,7 +278,7 @@ def test_a_model_without_a_tokenizer_needs_one(source, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(source, bare)
     (bare / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"comes with no tokenizer; set config.data.tokenizer"):
+    with pytest.raises(UserError, match=r"has no tokenizer; set config.data.tokenizer"):
         open_any.resolved(config(bare, tmp_path))
     made = config(bare, tmp_path)
     made.data.tokenizer = str(source)

@@ -15,10 +15,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from jaxllm.checkpoints import open_any
-from jaxllm.interop import byte_file, opening
+from jaxllm.interop import opening
 from jaxllm.interop.gguf import file as gguf_file
 from jaxllm.interop.gguf import model as gguf
 from jaxllm.interop.huggingface.safetensors_files import INDEX
+from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import ByteTokenizer
 
 MODEL = folders.FAMILIES["llama"]
@@ -53,8 +54,8 @@ def test_a_run_becomes_a_folder_and_a_file(workdir, tmp_path):
         opened = open_any.open_any(str(out))
         assert same(opened.load(np.float32), weights), out
         text = "alpha, é\n🔥"
-        assert opened.end_ids == (256,)
-        assert opened.tokenizer.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
+        assert opened.text.end_ids == (256,)
+        assert opened.text.tokenizer.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "folder", "model.gguf"]
 
 
@@ -62,13 +63,13 @@ def test_a_folder_keeps_its_dtype_its_family_and_its_tokenizer(tmp_path):
     model = folders.FAMILIES["phi3"]
     tree = folders.random_tree(model)
     folder = folders.write(tmp_path / "in", model, tree, "phi3")
-    (folder / "tokenizer.json").write_text(byte_file.as_json().to_json())
+    (folder / "tokenizer.json").write_text(ByteTokenizer().as_json_tokenizer().to_json())
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     out = tmp_path / "out"
     assert convert(folder, "safetensors", out, "--shard_gib=1e-5").returncode == 0
     assert (out / INDEX).is_file()
     opened = opening.open_model(str(out))
-    assert (opened.stored, opened.family, opened.chat_template) == (ml_dtypes.bfloat16, "phi3", "{{ messages }}")
+    assert (opened.stored, opened.family, opened.text.chat_template) == (ml_dtypes.bfloat16, "phi3", "{{ messages }}")
     assert same(opened.load(ml_dtypes.bfloat16), tree)
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     half = tmp_path / "half"
@@ -94,7 +95,7 @@ def test_a_file_becomes_a_file_of_the_same_tensors(tmp_path, quantization):
         lambda path, x: x * 0 + 0.25 if "scale" in jax.tree_util.keystr(path) else x, gguf_models.random_params(model)
     )
     source, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
-    gguf.write(source, model, params, None, quantization=quantization, chat_template="{{ messages }}")
+    gguf.write(source, model, params, Text(chat_template="{{ messages }}"), quantization=quantization)
     done = convert(source, "gguf", out)
     assert done.returncode == 0, done.stderr
     assert tensors_of(out) == tensors_of(source)
@@ -113,24 +114,28 @@ def test_what_gguf_keeps_of_a_dtype_if_nothing_is_asked_for(dtype, kind, tmp_pat
     """The default GGUF type keeps the dtype to the bit, from either format; in process, as the command does it."""
     tree = folders.random_tree(MODEL, dtype)
     opened = opening.open_model(str(folders.write(tmp_path / "in", MODEL, tree, "llama", 5000)))
-    assert gguf.kept(opened) == kind
-    gguf.write(tmp_path / "m.gguf", opened.model, opened.load(opened.stored), None, quantization=kind)
+    assert gguf.lossless_quantization(opened) == kind
+    gguf.write(tmp_path / "m.gguf", opened.model, opened.load(opened.stored), Text(), quantization=kind)
     again = opening.open_model(str(tmp_path / "m.gguf"))
-    assert (again.quantization, gguf.kept(again)) == (kind, kind)
+    assert (again.quantization, gguf.lossless_quantization(again)) == (kind, kind)
     assert same(again.load(dtype), tree)
 
 
 def test_blocks_that_are_not_written_are_kept_as_float32(tmp_path):
     """Q4_0 blocks are written as float32 because float16 cannot represent their values."""
     gguf.write(
-        tmp_path / "in.gguf", gguf_models.LLAMA, gguf_models.random_params(gguf_models.LLAMA), None, quantization="F32"
+        tmp_path / "in.gguf",
+        gguf_models.LLAMA,
+        gguf_models.random_params(gguf_models.LLAMA),
+        Text(),
+        quantization="F32",
     )
     name = "token_embd.weight"
     numbers = gguf_file.open_tensors(tmp_path / "in.gguf").read(name)
     blocks = quantize(numbers, GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0
     path = gguf_files.rewritten(tmp_path / "in.gguf", tmp_path / "q4.gguf", tensors={name: blocks})
     opened = opening.open_model(str(path))
-    assert (opened.quantization, gguf.kept(opened)) == ("", "F32")
+    assert (opened.quantization, gguf.lossless_quantization(opened)) == ("", "F32")
     wide = dequantize(*blocks)
     assert np.array_equal(opened.load(np.float32)["embed"]["tokens"], wide)
     assert not np.array_equal(wide.astype(np.float16).astype(np.float32), wide)
@@ -143,11 +148,11 @@ def test_blocks_that_are_not_written_are_kept_as_float32(tmp_path):
         (["--model={folder}", "--to=gguf"], "no --out given"),
         (["--model={folder}", "--out=x"], "--to is None"),
         (["--model={folder}", "--to=onnx", "--out=x"], "--to is 'onnx'"),
-        (["--model={folder}", "--to=gguf", "--out={folder}"], "is there already"),
+        (["--model={folder}", "--to=gguf", "--out={folder}"], "already exists"),
         (["--model={folder}", "--to=gguf", "--out=x", "--quantization=Q3"], "--quantization is 'Q3'"),
         (["--model={folder}", "--to=safetensors", "--out=x", "--dtype=int8"], "--dtype is 'int8'"),
         (["--model={folder}", "--to=safetensors", "--out=x", "--shard_gib=0"], "--shard_gib is 0"),
-        (["--model={folder}/nowhere", "--to=safetensors", "--out=x"], "is not here"),
+        (["--model={folder}/nowhere", "--to=safetensors", "--out=x"], "not found"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(tmp_path, arguments, words):
@@ -184,7 +189,7 @@ commandline.run(convert.main, ["x", "--model={folder}", "--to=safetensors", "--o
 
 
 def test_bytes_as_a_file():
-    made, bytes_ = byte_file.as_json(), ByteTokenizer()
+    made, bytes_ = ByteTokenizer().as_json_tokenizer(), ByteTokenizer()
     text = "".join(map(chr, range(300))) + "🔥\r\n  x"
     ids = bytes_.encode(text).tolist()
     assert made.encode(text).tolist() == ids

@@ -150,7 +150,7 @@ def test_system_turns_are_read_and_not_trained(template, want, begins):
 
 def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
-    with pytest.raises(UserError, match=r"c.jsonl:2: the model's chat template refuses this conversation: no system"):
+    with pytest.raises(UserError, match=r"c.jsonl:2: the model's chat template rejects this conversation: no system"):
         opened(tmp_path, [{"messages": TWO_TURNS}, {"messages": [SYSTEM, *TWO_TURNS]}], of=text(template))
 
 

@@ -51,17 +51,17 @@ class Peak:
 
 
 def plant(fault: str) -> None:
-    kept, pieces = [], rules._Pieces.__init__
+    kept, init = [], rules._LayerBuilder.__init__
 
     def keeps(self, made, read):
         def copied(name):
             kept.append(np.array(read(name)))
             return kept[-1]
 
-        pieces(self, made, copied)
+        init(self, made, copied)
 
     assert fault == "keeps"
-    rules._Pieces.__init__ = keeps
+    rules._LayerBuilder.__init__ = keeps
 
 
 def main(model: str, dtype: str, way: str, fault: str = "") -> None:

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxllm.engine import generator
 from jaxllm.errors import UserError
-from jaxllm.interop.chat import ChatTokenizer, render, turns
+from jaxllm.interop.chat import ChatTokenizer, render
 from jaxllm.interop.tokenizer import ByteTokenizer, FileTokenizer
 
 CHATML = (
@@ -21,7 +21,11 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-HELLO = turns(["Hello", "Hi!", "What is 1+1?"])
+HELLO = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "What is 1+1?"},
+]
 
 
 def say(template, messages=HELLO, prompt=True, **special):
@@ -56,16 +60,16 @@ def test_what_templates_ask_for_is_there():
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (None, "comes with no chat template; leave --chat out"),
-        ("", "comes with no chat template"),
-        ("{{ raise_exception('Roles must alternate') }}", "refuses this conversation: Roles must alternate"),
+        (None, "has no chat template; omit --chat"),
+        ("", "has no chat template"),
+        ("{{ raise_exception('Roles must alternate') }}", "rejects this conversation: Roles must alternate"),
         ("{% for %}", "fails (TemplateSyntaxError"),
         ("{{ messages[0]['content'] + 1 }}", "fails (TypeError"),
         ("{{ undefined.field }}", "fails (UndefinedError"),
-        ("{{ messages.append(1) }}", "wants what it may not have"),
-        ("{{ messages[0].update({'role': 'x'}) }}", "wants what it may not have"),
-        ("{{ ''.__class__.__mro__ }}", "wants what it may not have"),
-        ("{{ raise_exception.__globals__.keys() }}", "wants what it may not have"),
+        ("{{ messages.append(1) }}", "uses something that the sandbox forbids"),
+        ("{{ messages[0].update({'role': 'x'}) }}", "uses something that the sandbox forbids"),
+        ("{{ ''.__class__.__mro__ }}", "uses something that the sandbox forbids"),
+        ("{{ raise_exception.__globals__.keys() }}", "uses something that the sandbox forbids"),
         ("{{ range(999999999) | list }}", "fails (OverflowError"),
     ],
 )
@@ -77,7 +81,7 @@ def test_a_template_that_cannot_be_had_is_one_line(template, words):
 
 
 def test_the_conversation_is_left_as_it_was():
-    messages = turns(["a"])
+    messages = [{"role": "user", "content": "a"}]
     say("{% set m = messages[0] %}{{ m.content }}", messages)
     assert messages == [{"role": "user", "content": "a"}]
 

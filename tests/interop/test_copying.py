@@ -33,9 +33,9 @@ def test_any_order_of_axes_any_dtype(shape, source, target):
     for axes in itertools.permutations(range(x.ndim)):
         view = x.transpose(axes)
         out = np.full(view.shape, 7, target)
-        copying.copy(view, out)
+        copying.copy_tiled(view, out)
         assert np.array_equal(bits(out), bits(plain(view, target))), axes
-        assert np.array_equal(bits(copying.contiguous(view, np.dtype(target))), bits(plain(view, target)))
+        assert np.array_equal(bits(copying.as_contiguous(view, np.dtype(target))), bits(plain(view, target)))
 
 
 def test_what_a_folder_holds_as_a_model_wants_it():
@@ -45,7 +45,7 @@ def test_what_a_folder_holds_as_a_model_wants_it():
     queries = np.moveaxis(x.reshape(N, H, D), -1, 0)
     out = numbers((D, N, H), ml_dtypes.bfloat16, seed=1)
     before = out.copy()
-    copying.copy(queries[100:900, 2:4], out[100:900, 2:4])
+    copying.copy_tiled(queries[100:900, 2:4], out[100:900, 2:4])
     assert np.array_equal(bits(out[100:900, 2:4]), bits(queries[100:900, 2:4]))
     out[100:900, 2:4] = before[100:900, 2:4]
     assert np.array_equal(bits(out), bits(before))  # elements outside the slice are unchanged
@@ -55,7 +55,7 @@ def test_bits_of_nans_travel_where_the_dtype_stays():
     x = np.full((200, 300), np.nan, np.float32)
     x.view(np.uint32)[...] |= np.arange(60000, dtype=np.uint32).reshape(200, 300) & 0x3FFFFF
     out = np.empty((300, 200), np.float32)
-    copying.copy(x.T, out)
+    copying.copy_tiled(x.T, out)
     assert np.array_equal(out.view(np.uint32), x.view(np.uint32).T)
 
 
@@ -63,14 +63,14 @@ def test_bits_of_nans_travel_where_the_dtype_stays():
 def test_small_and_empty_arrays(shape):
     x = numbers(shape, np.float32)
     out = np.full(shape, 7, np.float16)
-    copying.copy(x, out)
+    copying.copy_tiled(x, out)
     assert np.array_equal(out, x.astype(np.float16))
 
 
 def test_an_array_in_order_is_not_copied():
     x = numbers((4, 4), np.float32)
-    assert copying.contiguous(x, x.dtype) is x
-    assert copying.contiguous(x.T, x.dtype) is not x
+    assert copying.as_contiguous(x, x.dtype) is x
+    assert copying.as_contiguous(x.T, x.dtype) is not x
 
 
 def test_a_tile_that_is_left_out_is_seen(monkeypatch):
@@ -78,5 +78,5 @@ def test_a_tile_that_is_left_out_is_seen(monkeypatch):
     product = itertools.product
     monkeypatch.setattr(copying.itertools, "product", lambda *ranges: list(product(*ranges))[:-1])
     out = np.full((1100, 130), 7, np.float32)
-    copying.copy(x.T, out)
+    copying.copy_tiled(x.T, out)
     assert not np.array_equal(out, x.T)

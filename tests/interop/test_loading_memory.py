@@ -12,6 +12,7 @@ import pytest
 import runs
 
 from jaxllm.interop.gguf import model as gguf
+from jaxllm.interop.text import Text
 
 CHILD = pathlib.Path(__file__).with_name("memory_child.py")
 MODEL = dataclasses.replace(
@@ -40,7 +41,7 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
     tree = folders.random_tree(MODEL)
     folders.write(folder / "sharded", MODEL, tree, "llama", 8 << 20)
-    gguf.write(folder / "m.gguf", MODEL, tree, None, quantization="Q8_0")
+    gguf.write(folder / "m.gguf", MODEL, tree, Text(), quantization="Q8_0")
     return folder
 
 

@@ -50,7 +50,7 @@ def test_b_times_a_is_the_change_of_the_models_own_tensors(made):
     merged = adapters.merged(model, base, pairs, adapters.scale_of(lora), jnp.float32)
     before, after = (folders.tensors(model, tree, family) for tree in (base, merged))
     told = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-    files = TensorFiles.of(read_header(folder / "adapter" / "adapter_model.safetensors"))
+    files = TensorFiles(read_header(folder / "adapter" / "adapter_model.safetensors"))
     left = set(files.entries)
     for name in before:
         at = f"base_model.model.{name.removesuffix('.weight')}"
@@ -72,7 +72,7 @@ def test_b_times_a_is_the_change_of_the_models_own_tensors(made):
 
 def test_there_and_back(made):
     _, model, lora, pairs, folder = made
-    opened = peft.onto(huggingface.open_folder(folder / "model"), folder / "adapter")
+    opened = peft.with_adapters(huggingface.open_folder(folder / "model"), folder / "adapter")
     base = huggingface.open_folder(folder / "model").load(np.float32)
     want = adapters.merged(model, base, pairs, adapters.scale_of(lora), jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, want, opened.load(jnp.float32))
@@ -83,7 +83,7 @@ def test_there_and_back(made):
 def test_a_part_of_a_tensor_is_refused(tmp_path):
     for family, target, word in (("phi3", "q", "q, k, v"), ("phi3", "up", "gate, up"), ("gpt2", "v", "q, k, v")):
         model, lora = folders.FAMILIES[family], LoraConfig(rank=2, targets=(target,))
-        with pytest.raises(UserError, match=f"{family} keeps {word} in one tensor.* convert --to safetensors"):
+        with pytest.raises(UserError, match=f"{family} stores {word} in one tensor.* convert --to safetensors"):
             peft.export(tmp_path, model, lora, random(adapter_specs.adapter_specs(model, lora)), "base")
 
 
@@ -102,18 +102,20 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
         return folder
 
-    peft.onto(opened, written())
+    peft.with_adapters(opened, written())
     for fields, word in (
-        ({"use_rslora": True}, "use_rslora is True"),
+        ({"use_rslora": True}, "use_rslora = True"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
-        ({"r": None}, "no r and lora_alpha"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern = "),
+        ({"r": None}, "r and lora_alpha must be numbers"),
     ):
         with pytest.raises(UserError, match=word):
-            peft.onto(opened, written(**fields))
-    with pytest.raises(UserError, match=r"not one adapter for each layer .*missing: base_model.model.model.layers"):
-        peft.onto(opened, written(dataclasses.replace(model, layers=1)))
-    with pytest.raises(UserError, match="it belongs to another model"):
-        peft.onto(opened, written(dataclasses.replace(model, width=48)))
+            peft.with_adapters(opened, written(**fields))
+    with pytest.raises(
+        UserError, match=r"does not have one adapter per layer .*missing: base_model.model.model.layers"
+    ):
+        peft.with_adapters(opened, written(dataclasses.replace(model, layers=1)))
+    with pytest.raises(UserError, match=r"has shape .* use adapters that were trained on this model"):
+        peft.with_adapters(opened, written(dataclasses.replace(model, width=48)))
     with pytest.raises(UserError, match="cannot be read"):
-        peft.onto(opened, tmp_path / "nowhere")
+        peft.with_adapters(opened, tmp_path / "nowhere")

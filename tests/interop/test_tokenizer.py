@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxllm.errors import UserError
-from jaxllm.interop.tokenizer import ByteTokenizer, FileTokenizer, StreamDecoder, load
+from jaxllm.interop import text as texts
+from jaxllm.interop.tokenizer import ByteTokenizer, FileTokenizer, StreamDecoder
 
 TEXTS = ["if x:\n        .y = 1\n", "日本語のテキスト。", "naïve café", "🔥🔥 fire", "", " leading", "a", "tab\tend \n"]
 CORPUS = [*TEXTS, "def f(x):\n    return x\n" * 4, "the cat sat on the mat and the dog sat on the cat"] * 3
@@ -109,7 +110,7 @@ def test_a_character_that_never_ends_is_told_at_the_finish():
 
 
 def test_bytes_tokenizer():
-    tokenizer = load("bytes")
+    tokenizer = texts.load("bytes").tokenizer
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.end_ids) == (257, None, (256,))
     assert tokenizer.encode("é").tolist() == [0xC3, 0xA9]
     assert tokenizer.decode([104, 256, 105]) == "hi"
@@ -171,25 +172,25 @@ def test_sentencepiece_lengths_and_ends(tmp_path):
 def test_the_settings_beside_a_file_name_its_end(tmp_path):
     byte_level(tmp_path / "tokenizer.json", special_tokens=["<stop>"])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
-    tokenizer = load(str(tmp_path))  # a folder is accepted too
+    tokenizer = texts.load(str(tmp_path)).tokenizer  # a folder is accepted too
     assert tokenizer.end_ids[0] == 0
     assert len(tokenizer.end_ids) == 2
 
 
 def test_errors_name_the_file_and_the_fix(tmp_path):
     with pytest.raises(UserError, match=r"nowhere.json.*give 'bytes' or the path"):
-        load(str(tmp_path / "nowhere.json"))
+        texts.load(str(tmp_path / "nowhere.json"))
     bad = tmp_path / "bad.json"
     for content in ("not json", "{}", '{"version": "1.0", "model": 3}'):
         bad.write_text(content)
-        with pytest.raises(UserError, match=r"bad.json is not a tokenizer.json") as caught:
-            load(str(bad))
+        with pytest.raises(UserError, match=r"bad.json is not a valid tokenizer.json") as caught:
+            texts.load(str(bad))
         assert "\n" not in str(caught.value)
     bad.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"bad.json is not a tokenizer.json"):
-        load(str(bad))
+    with pytest.raises(UserError, match=r"bad.json is not a valid tokenizer.json"):
+        texts.load(str(bad))
     words = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}))
     words.decoder = decoders.WordPiece()
     words.save(str(bad))
-    with pytest.raises(UserError, match="decoder WordPiece; give a byte-level BPE or SentencePiece-like"):
-        load(str(bad))
+    with pytest.raises(UserError, match="decoder WordPiece; use a byte-level BPE or SentencePiece-like"):
+        texts.load(str(bad))

@@ -15,9 +15,9 @@ import pytest
 import runs
 
 from jaxllm.errors import UserError
-from jaxllm.interop import byte_file
-from jaxllm.interop.gguf import families
+from jaxllm.interop.gguf import metadata
 from jaxllm.interop.gguf import model as gguf
+from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.model import layers
 
@@ -88,7 +88,7 @@ def test_llama_cpp_computes_what_we_do(name, tmp_path, monkeypatch):
     model = sized(name)
     params = gguf_models.random_params(model, scale=0.3)
     path = tmp_path / "m.gguf"
-    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    gguf.write(path, model, params, Text(ByteTokenizer()), quantization="F32")
     ids = PROMPT[: WINDOWLESS.get(name, 48)]
     # llama.cpp selects Phi-3's long or short factors by the requested context length.
     assert_same(name, differences(model, params, path, ids, 512 if name == "phi3" else 1024))
@@ -100,7 +100,7 @@ def test_long_prompts_past_every_threshold(name, tmp_path, monkeypatch):
     model = sized(name)
     params = gguf_models.random_params(model, scale=0.3)
     path = tmp_path / "m.gguf"
-    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    gguf.write(path, model, params, Text(ByteTokenizer()), quantization="F32")
     ids = PROMPT[:100] if name == "gemma3" else PROMPT  # Gemma's only threshold is its window
     assert_same(name, differences(model, params, path, ids, 1024))
 
@@ -109,11 +109,11 @@ def test_a_wrong_file_is_seen(tmp_path, monkeypatch):
     model = sized("llama")
     params = gguf_models.random_params(model, scale=0.3)
     path = tmp_path / "m.gguf"
-    monkeypatch.setattr(families, "_PERMUTED", ())
-    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    monkeypatch.setattr(metadata, "_PERMUTED", ())
+    gguf.write(path, model, params, Text(ByteTokenizer()), quantization="F32")
     assert difference(model, params, path, PROMPT[:48]) > 100 * TOLERANCE
     monkeypatch.undo()
-    gguf.write(path, model, params, ByteTokenizer(), quantization="F32")
+    gguf.write(path, model, params, Text(ByteTokenizer()), quantization="F32")
     wrong = dataclasses.replace(model, rope_theta=model.rope_theta * 1.5)
     assert difference(wrong, params, path, PROMPT[:48]) > 100 * TOLERANCE
 
@@ -123,7 +123,9 @@ def test_llama_cpp_loads_what_is_rounded(quantization, tmp_path):
     """llama.cpp also rounds activations, so the comparison with jaxllm's logits of rounded weights is looser."""
     model = dataclasses.replace(sized("llama"), width=64, heads=4, head_dim=16, mlp_width=64)
     path = tmp_path / "m.gguf"
-    gguf.write(path, model, gguf_models.random_params(model, scale=0.3), ByteTokenizer(), quantization=quantization)
+    gguf.write(
+        path, model, gguf_models.random_params(model, scale=0.3), Text(ByteTokenizer()), quantization=quantization
+    )
     params = gguf.open_file(path).load(jnp.float32)
     assert difference(model, params, path, PROMPT[:48]) < 0.05
 
@@ -132,9 +134,9 @@ def test_llama_cpp_reads_bytes_as_bytes(tmp_path):
     """The byte tokenizer gives equal ids in llama.cpp, as it is and as a tokenizer.json."""
     model, text = sized("llama"), "alpha, é\n\t 日本 🔥 <|endoftext|>  x"
     params = gguf_models.random_params(model)
-    for tokenizer in (ByteTokenizer(), byte_file.as_json()):
+    for tokenizer in (ByteTokenizer(), ByteTokenizer().as_json_tokenizer()):
         path = tmp_path / f"{type(tokenizer).__name__}.gguf"
-        gguf.write(path, model, params, tokenizer, quantization="F16")
+        gguf.write(path, model, params, Text(tokenizer), quantization="F16")
         theirs = llamacpp.LlamaCpp(path, 64)
         try:
             assert theirs.ids(text, False) == list(text.encode())
@@ -147,7 +149,7 @@ def test_llama_cpp_reads_bytes_as_bytes(tmp_path):
 def test_a_crash_of_llama_cpp_is_one_line(tmp_path):
     path = tmp_path / "m.gguf"
     model = sized("llama")
-    gguf.write(path, model, gguf_models.random_params(model), ByteTokenizer(), quantization="F32")
+    gguf.write(path, model, gguf_models.random_params(model), Text(ByteTokenizer()), quantization="F32")
     theirs = llamacpp.LlamaCpp(path, 64)
     with pytest.raises(UserError, match=r"llama\.cpp crashed in abort of .*m\.gguf"):
         theirs._call(os.abort)
@@ -167,7 +169,7 @@ def test_ids_equal_those_of_llama_cpp(smollm2):
     text = comparison.HELD_OUT.read_text("utf-8")
     for sample in (comparison.MIXED, text, "", " ", "\n\n", "1 22 333 4444", "<|im_start|>user\nHi<|im_end|>"):
         for special in (False, True):
-            assert opened.tokenizer.encode(sample, special).tolist() == theirs.ids(sample, special), sample
+            assert opened.text.tokenizer.encode(sample, special).tolist() == theirs.ids(sample, special), sample
     theirs.close()
 
 
@@ -176,8 +178,8 @@ def test_smollm2_says_what_llama_cpp_says(smollm2, tmp_path):
     opened = gguf.open_file(smollm2)
     params = opened.load(jnp.float32)
     path = tmp_path / "f32.gguf"
-    gguf.write(path, opened.model, params, opened.tokenizer, quantization="F32", chat_template=opened.chat_template)
-    ids = opened.tokenizer.encode(comparison.MIXED + comparison.HELD_OUT.read_text("utf-8")[:600])
+    gguf.write(path, opened.model, params, opened.text, quantization="F32")
+    ids = opened.text.tokenizer.encode(comparison.MIXED + comparison.HELD_OUT.read_text("utf-8")[:600])
     ours, theirs = comparison.our_logits(opened, params, ids), of_llama_cpp(path, ids)
     assert np.abs(ours - theirs).max() < TOLERANCE * np.abs(ours).max()
     assert comparison.perplexity(ours, ids) == pytest.approx(comparison.perplexity(theirs, ids), rel=1e-4)

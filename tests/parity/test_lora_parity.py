@@ -42,7 +42,7 @@ def adapted_logits(ours, lora, pairs, tokens):
 def changed(theirs, folder, scale=None):
     """Returns the transformers model with (lora_alpha / r) · lora_B · lora_A added to each adapted weight."""
     told = json.loads((folder / "adapter_config.json").read_text())
-    files = TensorFiles.of(read_header(folder / "adapter_model.safetensors"))
+    files = TensorFiles(read_header(folder / "adapter_model.safetensors"))
     used = 0
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -73,7 +73,7 @@ def test_exported_adapters_make_the_same_model(name, tmp_path):
     # Planted faults: without the scale, or without adapters, the logits differ.
     assert distance(found, their_logits(changed(tiny.build(name), folder, scale=1.0), tokens)) > 10 * TOLERANCE
     assert distance(found, their_logits(tiny.build(name), tokens)) > 10 * TOLERANCE
-    again = peft.onto(ours, folder).load(np.float32)
+    again = peft.with_adapters(ours, folder).load(np.float32)
 
     def plain(params, tokens):
         hidden, _, _ = forward(params, tokens, jnp.arange(tokens.shape[1])[None], ours.model)

@@ -18,7 +18,7 @@ from jaxllm.engine.request import SampleRequest
 from jaxllm.interop import rules
 from jaxllm.interop.huggingface import folder_rules
 from jaxllm.interop.huggingface import model as huggingface
-from jaxllm.interop.huggingface.safetensors_files import TensorFiles
+from jaxllm.interop.huggingface.safetensors_files import open_tensors
 from jaxllm.interop.opening import open_model
 from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.model.transformer import NO_ADAPTERS, forward, logits
@@ -120,8 +120,8 @@ def test_loss_and_gradients(case, tmp_path):
         carrier = type(theirs)(theirs.config)
         for mine, parameter in zip(carrier.parameters(), theirs.parameters(), strict=True):
             mine.copy_(parameter.grad)
-    files = TensorFiles(tiny.save(carrier, tmp_path))
-    found = dict(rules.save(model, folder_rules.make(model, ours.family), gradient))
+    files = open_tensors(tiny.save(carrier, tmp_path))
+    found = dict(rules.save(model, folder_rules.build_rules(model, ours.family), gradient))
     assert found.keys() == files.entries.keys()
     # Some gradients are only rounding errors (softmax ignores a key bias): these are compared at the others' scale.
     largest = max(np.abs(files.read(name)).max() for name in files.entries)
@@ -146,7 +146,7 @@ def test_export_and_import_again(case, tmp_path):
     back = open_model(str(out))
     assert back.model == ours.model
     assert jax.tree.all(jax.tree.map(np.array_equal, back.load(np.float32), params))
-    first, second = TensorFiles(folder), TensorFiles(out)
+    first, second = open_tensors(folder), open_tensors(out)
     assert first.entries.keys() == second.entries.keys()
     for name in first.entries:
         assert np.array_equal(first.read(name), second.read(name)), name

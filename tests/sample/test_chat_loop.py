@@ -13,6 +13,7 @@ import runs
 from jaxllm.engine.request import Result, SampleRequest, Times
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf import model as gguf
+from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.sample import chat
 
@@ -27,7 +28,7 @@ MODEL = dataclasses.replace(gguf_models.LLAMA, vocab_size=264, context_length=25
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("chat") / "tiny.gguf"
     params = gguf_models.random_params(MODEL, scale=0.3)
-    gguf.write(path, MODEL, params, ByteTokenizer(), quantization="F32", chat_template=TEMPLATE)
+    gguf.write(path, MODEL, params, Text(ByteTokenizer(), TEMPLATE), quantization="F32")
     return path
 
 
@@ -49,13 +50,13 @@ class Fake:
 
 def test_every_turn_takes_in_the_whole_conversation(file):
     fake, heard = Fake(), []
-    conversation = chat.Conversation(fake, gguf.open_file(file), SampleRequest())
+    conversation = chat.Conversation(fake, gguf.open_file(file).text, SampleRequest())
     conversation.say("one", heard.append)
     conversation.say("two", heard.append)
     assert fake.prompts == ["[user]one\n[assistant]", "[user]one\n[assistant]answer 1\n[user]two\n[assistant]"]
     assert "".join(heard) == "answer 1answer 2"
     before = list(conversation.messages)
-    for refused, words in (("bad", "refuses this conversation: no bad words"), ("too long", "300 tokens")):
+    for refused, words in (("bad", "rejects this conversation: no bad words"), ("too long", "300 tokens")):
         with pytest.raises(UserError, match=words):
             conversation.say(refused, heard.append)
         assert conversation.messages == before  # as if the message had not been sent
@@ -74,13 +75,13 @@ def test_at_a_terminal_a_turn_that_fails_is_told_and_the_next_one_is_heard(file,
 
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    conversation = chat.Conversation(Fake(), gguf.open_file(file), SampleRequest())
+    conversation = chat.Conversation(Fake(), gguf.open_file(file).text, SampleRequest())
     said = chat._talk(conversation, [], as_json=False)
     told = capsys.readouterr()
     assert len(said) == 2
     assert told.out == "answer 1\nanswer 2\n\n"
     assert "Ctrl-D ends" in told.err
-    assert "error: the model's chat template refuses this conversation: no bad words" in told.err
+    assert "error: the model's chat template rejects this conversation: no bad words" in told.err
     with pytest.raises(UserError, match="no bad words"):  # given as a prompt, the error ends the command
         chat._talk(conversation, ["bad"], as_json=False)
 
@@ -92,8 +93,8 @@ def test_a_model_without_a_template_or_a_tokenizer_is_refused_before_its_weights
         dtypes = (jnp.float32, jnp.float32)
         chat.run(opened, SampleRequest(), ["hi"], lambda tokens: pytest.fail("billed"), *dtypes, as_json=False)
 
-    for tokenizer, words in ((None, "comes with no tokenizer"), (ByteTokenizer(), "comes with no chat template")):
-        gguf.write(tmp_path / "m.gguf", MODEL, params, tokenizer, quantization="F32")
+    for tokenizer, words in ((None, "has no tokenizer"), (ByteTokenizer(), "has no chat template")):
+        gguf.write(tmp_path / "m.gguf", MODEL, params, Text(tokenizer), quantization="F32")
         opened = gguf.open_file(tmp_path / "m.gguf")
         opened = dataclasses.replace(opened, loader=lambda *_: pytest.fail("read"))
         with pytest.raises(UserError, match=words):
@@ -132,5 +133,5 @@ def test_a_bad_prompt_is_one_line_and_exit_2(file):
     done = runs.command("jaxllm.sample", f"--model={file}", "--chat", "--prompt=bad")
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert line == "error: the model's chat template refuses this conversation: no bad words"
+    assert line == "error: the model's chat template rejects this conversation: no bad words"
     assert done.stdout == ""

@@ -76,7 +76,7 @@ def test_live_text_and_times_apart(workdir):
         (["--model={workdir}"], "--prompt"),
         (["--model={workdir}", "--prompt="], "--prompt is empty"),
         (["--model={workdir}", "--prompt=" + "long " * 30], "context_length"),
-        (["--model={workdir}/nowhere", "--prompt=x"], "is not here"),
+        (["--model={workdir}/nowhere", "--prompt=x"], "not found"),
         (["--model={workdir}", "--prompt=x", "--temperature=-1"], "temperature"),
         (["--model={workdir}", "--prompt=x", "--top_q=1"], "--top_p"),
     ],
@@ -178,4 +178,4 @@ def test_a_folder_without_a_tokenizer_is_told(workdir, tmp_path_factory):
     (folder / "tokenizer.json").unlink()
     done = runs.command("jaxllm.sample", f"--model={folder}", "--prompt=x")
     assert done.returncode == 2
-    assert "comes with no tokenizer.json" in done.stderr
+    assert "has no tokenizer.json" in done.stderr

@@ -38,7 +38,7 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "model"
     folder.mkdir()
     params = specs.initialize(specs.param_specs(MODEL), jax.random.key(5), jnp.float32)
-    huggingface.export(folder, MODEL, params, np.dtype("float32"), shard_bytes=1 << 30, end_ids=(chats.END,))
+    huggingface.export(folder, MODEL, params, np.dtype("float32"), shard_bytes=1 << 30, text=chats.text())
     texts.save(chats.text(begins=True), folder)
     return folder
 

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxllm.errors import UserError
-from jaxllm.interop.gguf.header import Extent, Header, read_header
+from jaxllm.interop.gguf.header import Header, TensorInfo, read_header
 
 # Unquantized types, read as views.
 _PLAIN = {
@@ -37,7 +37,7 @@ _BLOCKS = (
     GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
 )
-_AT_A_TIME = 1 << 18  # elements dequantized at a time
+_CHUNK_ELEMENTS = 1 << 18  # elements dequantized at a time
 T = TypeVar("T")
 
 
@@ -53,10 +53,10 @@ class Metadata:
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self._values = values
-        self._asked: set[str] = set()
+        self._used: set[str] = set()
         self.where = where
 
-    def need(self, key: str, kind: type[T]) -> T:
+    def require(self, key: str, kind: type[T]) -> T:
         """Returns the value of a required key.
 
         Raises:
@@ -73,23 +73,56 @@ class Metadata:
         Raises:
           UserError: the value is of another type; an int is accepted for a float.
         """
-        self._asked.add(key)
+        self._used.add(key)
         value: Any = self._values.get(key)
         if value is not None and type(value) is not kind and not (kind is float and type(value) is int):
             raise UserError(
-                f"{self.where}: {key} is {value!r:.60}, not of type {kind.__name__}; the file is damaged, or its "
-                "converter does not keep to GGUF"
+                f"{self.where}: {key} is {value!r:.60}, not of type {kind.__name__}; download the file again, or "
+                "convert the model again"
             )
         return cast(T | None, value)
 
     def raw(self, key: str) -> Any:
         """Returns the value of a key, of any type; None if the key is missing."""
-        self._asked.add(key)
+        self._used.add(key)
         return self._values.get(key)
 
-    def unasked(self, prefix: str) -> list[str]:
+    def unread(self, prefix: str) -> list[str]:
         """Lists the keys with a prefix that have not been read, sorted."""
-        return sorted(key for key in self._values if key.startswith(prefix) and key not in self._asked)
+        return sorted(key for key in self._values if key.startswith(prefix) and key not in self._used)
+
+
+class FamilyKeys:
+    """Metadata keys of one family, read without the prefix of the family's name.
+
+    Args:
+      metadata: metadata of the file.
+      family: name of the family.
+    """
+
+    def __init__(self, metadata: Metadata, family: str):
+        self.metadata = metadata
+        self.family = family
+
+    def size(self, key: str, default: int | None = None) -> int:
+        name = f"{self.family}.{key}"
+        if default is None:
+            return self.metadata.require(name, int)
+        found = self.metadata.get(name, int)
+        return default if found is None else found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        name = f"{self.family}.{key}"
+        if default is None:
+            return float(self.metadata.require(name, float))
+        found = self.metadata.get(name, float)
+        return default if found is None else float(found)
+
+    def expect(self, key: str, allowed: Any) -> None:
+        """Checks that a key is missing or has the allowed value (None: any value)."""
+        value = self.metadata.raw(f"{self.family}.{key}")
+        if value is not None and allowed is not None and value != allowed:
+            raise UserError(f"{self.metadata.where}: {self.family}.{key} is {value!r:.60}; it must be {allowed!r}")
 
 
 class TensorFile:
@@ -106,30 +139,32 @@ class TensorFile:
     """
 
     def __init__(self, headers: Sequence[Header], where: str):
-        self._tensors: dict[str, tuple[Header, Extent]] = {}
+        self._tensors: dict[str, tuple[Header, TensorInfo]] = {}
         for header in headers:
-            for name, extent in header.tensors.items():
+            for name, info in header.tensors.items():
                 if name in self._tensors:
-                    raise UserError(f"{where}: tensor {name} is in two of its files; they do not belong together")
-                if extent.kind not in _PLAIN and extent.kind not in _BLOCKS:
+                    raise UserError(f"{where}: tensor {name} is in two of its files; use the files of one model")
+                if info.kind not in _PLAIN and info.kind not in _BLOCKS:
                     known = ", ".join(kind.name for kind in (*_PLAIN, *_BLOCKS))
-                    raise UserError(f"{where}: {name} is {extent.kind.name}, which is not read; use a file of {known}")
-                self._tensors[name] = header, extent
-        self.shapes = {name: extent.shape for name, (_, extent) in self._tensors.items()}
+                    raise UserError(
+                        f"{where}: {name} has the unsupported type {info.kind.name}; supported types are {known}"
+                    )
+                self._tensors[name] = header, info
+        self.shapes = {name: info.shape for name, (_, info) in self._tensors.items()}
         self.metadata = Metadata(headers[0].values, where)
 
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor: a view of the file if it is unquantized, else dequantized to float32."""
-        header, extent = self._tensors[name]
-        data = np.frombuffer(header.data, np.uint8, extent.nbytes, extent.start)
-        if extent.kind in _PLAIN:
-            return data.view(_PLAIN[extent.kind]).reshape(extent.shape)
-        rows, columns = data.reshape(-1, extent.nbytes * extent.shape[-1] // math.prod(extent.shape)), extent.shape[-1]
-        made = np.empty((len(rows), columns), np.float32)
-        step = max(1, _AT_A_TIME // columns)
+        header, info = self._tensors[name]
+        data = np.frombuffer(header.data, np.uint8, info.nbytes, info.start)
+        if info.kind in _PLAIN:
+            return data.view(_PLAIN[info.kind]).reshape(info.shape)
+        rows, columns = data.reshape(-1, info.nbytes * info.shape[-1] // math.prod(info.shape)), info.shape[-1]
+        out = np.empty((len(rows), columns), np.float32)
+        step = max(1, _CHUNK_ELEMENTS // columns)
         for i in range(0, len(rows), step):  # bounds memory: the library makes several copies of its input
-            made[i : i + step] = dequantize(rows[i : i + step], extent.kind)
-        return made.reshape(extent.shape)
+            out[i : i + step] = dequantize(rows[i : i + step], info.kind)
+        return out.reshape(info.shape)
 
     def kind(self, name: str) -> str:
         """Returns the storage type of a tensor: "F16", "Q4_K", …"""
@@ -148,7 +183,7 @@ def open_tensors(path: str | pathlib.Path) -> TensorFile:
     if total > 1:
         match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
         if not match or int(match[2]) != total:
-            raise UserError(f"{path} is one of {total} files; give the first, NAME-00001-of-{total:05d}.gguf")
+            raise UserError(f"{path} is one of {total} files; give the first one, NAME-00001-of-{total:05d}.gguf")
         names = [f"{match[1]}-{number:05d}-of-{total:05d}.gguf" for number in range(2, total + 1)]
         headers += [read_header(path.with_name(name)) for name in names]
     return TensorFile(headers, str(path))

@@ -30,11 +30,11 @@ _SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
-_MOST_DIMENSIONS = 4  # limit of ggml tensors
+_MAX_DIMENSIONS = 4  # limit of ggml tensors
 
 
 @dataclasses.dataclass(frozen=True)
-class Extent:
+class TensorInfo:
     """Type, shape and location of a tensor in its file.
 
     Attributes:
@@ -61,7 +61,7 @@ class Header:
     """
 
     values: dict[str, Any]
-    tensors: dict[str, Extent]
+    tensors: dict[str, TensorInfo]
     data: mmap.mmap
 
 
@@ -77,12 +77,12 @@ def read_header(path: pathlib.Path) -> Header:
     with path.open("rb") as file:
         size = path.stat().st_size
         if size < 24 or file.read(4) != b"GGUF":
-            raise UserError(f"{path} is not a GGUF file; give one that llama.cpp reads")
+            raise UserError(f"{path} is not a GGUF file; give a model file of llama.cpp")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return _parse(data, path)
     except (struct.error, UnicodeDecodeError, ValueError, OverflowError, RecursionError) as error:
-        raise UserError(f"{path} is cut short or damaged ({size} bytes; {error}); fetch it again") from error
+        raise UserError(f"{path} is truncated or damaged ({size} bytes; {error}); download it again") from error
 
 
 def _parse(data: mmap.mmap, path: pathlib.Path) -> Header:
@@ -97,28 +97,28 @@ def _parse(data: mmap.mmap, path: pathlib.Path) -> Header:
     for _ in range(keys):
         key = cursor.string()
         values[key] = cursor.value(GGUFValueType(cursor.scalar("I")))
-    found = [(cursor.string(), *_extent(cursor)) for _ in range(count)]
+    found = [(cursor.string(), *_tensor_info(cursor)) for _ in range(count)]
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"alignment {alignment}")
-    base = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, Extent] = {}
+    base = -(-cursor.offset // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
     for name, kind, shape, offset in found:
         try:
             known = GGMLQuantizationType(kind)
         except ValueError as error:
-            raise UserError(f"{path}: tensor {name} is of unknown type {kind}; use another file") from error
+            raise UserError(f"{path}: tensor {name} has the unknown type {kind}; use another file") from error
         block, size = GGML_QUANT_SIZES[known]
         nbytes = math.prod(shape) // block * size
         if name in tensors or shape[-1] % block or base + offset + nbytes > len(data):
-            raise UserError(f"{path}: tensor {name} is cut short or named twice; fetch the file again")
-        tensors[name] = Extent(known, shape, base + offset, nbytes)
+            raise UserError(f"{path}: tensor {name} is truncated or occurs twice; download the file again")
+        tensors[name] = TensorInfo(known, shape, base + offset, nbytes)
     return Header(values, tensors, data)
 
 
-def _extent(cursor: "_Cursor") -> tuple[int, tuple[int, ...], int]:
+def _tensor_info(cursor: "_Cursor") -> tuple[int, tuple[int, ...], int]:
     dimensions = cursor.scalar("I")
-    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise ValueError(f"a tensor of {dimensions} dimensions")
     shape = tuple(cursor.scalar("Q") for _ in range(dimensions))[::-1]
     return cursor.scalar("I"), shape, cursor.scalar("Q")
@@ -127,13 +127,13 @@ def _extent(cursor: "_Cursor") -> tuple[int, tuple[int, ...], int]:
 class _Cursor:
     """Sequential reader of the header; a read past the end raises `struct.error` or ValueError."""
 
-    def __init__(self, data: mmap.mmap, at: int):
+    def __init__(self, data: mmap.mmap, offset: int):
         self._data = data
-        self.at = at
+        self.offset = offset
 
     def scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self._data, self.at)
-        self.at += struct.calcsize(code)
+        (value,) = struct.unpack_from(f"<{code}", self._data, self.offset)
+        self.offset += struct.calcsize(code)
         return value
 
     def string(self) -> str:
@@ -152,7 +152,7 @@ class _Cursor:
         return float(str(np.float32(value))) if kind is GGUFValueType.FLOAT32 else value
 
     def _bytes(self, count: int) -> bytes:
-        if count > len(self._data) - self.at:
+        if count > len(self._data) - self.offset:
             raise ValueError("the header goes past the end")
-        self.at += count
-        return self._data[self.at - count : self.at]
+        self.offset += count
+        return self._data[self.offset - count : self.offset]

@@ -7,11 +7,12 @@ from typing import Any
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf import metadata, rope
-from jaxllm.interop.gguf.families import NOT_STORED, epsilon_key
 from jaxllm.interop.gguf.file import Metadata
+from jaxllm.interop.gguf.metadata import NOT_STORED, epsilon_key
+from jaxllm.interop.rules import layer_kinds
 
 
-def choose(model: Architecture) -> str:
+def choose_family(model: Architecture) -> str:
     """Chooses the GGUF family for a model, such that llama.cpp computes the same function.
 
     Raises:
@@ -30,8 +31,8 @@ def choose(model: Architecture) -> str:
     elif model.qk_norm:
         family = "qwen3moe" if model.experts else "qwen3"
     else:
-        whole = model.heads * model.head_dim == model.width
-        family = "qwen2" if model.qkv_bias and not model.out_bias and not model.mlp_bias and whole else "llama"
+        is_square = model.heads * model.head_dim == model.width
+        family = "qwen2" if model.qkv_bias and not model.out_bias and not model.mlp_bias and is_square else "llama"
     _check(model, family)
     return family
 
@@ -42,47 +43,48 @@ def _check(model: Architecture, family: str) -> None:
     Raises:
       UserError: a field differs, so the format cannot represent it.
     """
-    needs: dict[str, Any] = {"gpt2": {"qkv_bias": True, "out_bias": True, "mlp_bias": True}}.get(family, {})
+    fixed: dict[str, Any] = {"gpt2": {"qkv_bias": True, "out_bias": True, "mlp_bias": True}}.get(family, {})
     if family not in ("llama", "gpt2"):
-        needs = {"out_bias": False, "mlp_bias": False, "qkv_bias": family == "qwen2"}
+        fixed = {"out_bias": False, "mlp_bias": False, "qkv_bias": family == "qwen2"}
     if family == "olmo2":
-        needs["tied_embeddings"] = False
+        fixed["tied_embeddings"] = False
     if family == "gemma2":
-        needs["tied_embeddings"] = True
+        fixed["tied_embeddings"] = True
         if not model.attention_softcap or not model.logit_softcap:
-            raise UserError("GGUF's gemma2 models have both soft caps, and this one has not; convert to safetensors")
+            raise UserError("GGUF's gemma2 models have both soft caps, but this model does not; convert to safetensors")
     if family in ("gpt2", "qwen2", "olmo2", "phi3"):
-        needs["head_dim"] = model.width // model.heads
+        fixed["head_dim"] = model.width // model.heads
     if model.experts:
-        needs |= {"normalize_routing": True, "mlp_bias": False}
+        fixed |= {"normalize_routing": True, "mlp_bias": False}
         if family not in ("llama", "qwen3moe"):
-            needs["experts"] = 0
+            fixed["experts"] = 0
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (model.vocab_size, model.width),
-        **dict.fromkeys(_told_by_tensors(model), ()),
+        **dict.fromkeys(_marker_tensors(model), ()),
     }
-    constants = rope.constants(model)
-    written = Metadata(values(model, family) | {"general.architecture": family}, "the model")
-    again = metadata.describe(
-        written, shapes | {name: x.shape for name, x in constants.items()}, constants.__getitem__
+    constants = rope.constant_tensors(model)
+    metadata_keys = Metadata(architecture_keys(model, family) | {"general.architecture": family}, "the model")
+    again = metadata.parse_metadata(
+        metadata_keys, shapes | {name: x.shape for name, x in constants.items()}, constants.__getitem__
     ).model
     for field in dataclasses.fields(Architecture):
-        ours, theirs = getattr(model, field.name), needs.get(field.name, getattr(again, field.name))
+        ours, theirs = getattr(model, field.name), fixed.get(field.name, getattr(again, field.name))
         if field.name not in NOT_STORED and ours != theirs and not _equivalent(model, again, field.name):
             raise UserError(
-                f"GGUF's {family} models cannot have {field.name} = {ours!r} (they would be run with {theirs!r}); "
+                f"GGUF's {family} models cannot have {field.name} = {ours!r} (llama.cpp would use {theirs!r}); "
                 "convert to safetensors"
             )
 
 
-def _told_by_tensors(model: Architecture) -> list[str]:
-    flags = {
+def _marker_tensors(model: Architecture) -> list[str]:
+    """Lists the tensors from whose presence a reader infers biases and untied embeddings."""
+    present = {
         "blk.0.attn_q.bias": model.qkv_bias,
         "blk.0.attn_output.bias": model.out_bias,
         "blk.0.ffn_down.bias": model.mlp_bias,
         "output.weight": not model.tied_embeddings,
     }
-    return [name for name, there in flags.items() if there]
+    return [name for name, is_present in present.items() if is_present]
 
 
 def _equivalent(model: Architecture, again: Architecture, name: str) -> bool:
@@ -90,15 +92,15 @@ def _equivalent(model: Architecture, again: Architecture, name: str) -> bool:
     if name == "query_scale":
         return math.isclose(model.attention_scale, again.attention_scale, rel_tol=1e-12)
     if name in ("pattern", "window"):
-        kinds = [tuple(m.pattern[i % len(m.pattern)] for i in range(m.layers)) for m in (model, again)]
+        kinds = [layer_kinds(m) for m in (model, again)]
         return kinds[0] == kinds[1] and (model.window == again.window or "sliding" not in kinds[0])
-    return name.startswith("rope_") and rope.same(model, again)
+    return name.startswith("rope_") and rope.equivalent(model, again)
 
 
-def values(model: Architecture, family: str) -> dict[str, Any]:
+def architecture_keys(model: Architecture, family: str) -> dict[str, Any]:
     """Returns the metadata keys of a model, with the types that llama.cpp expects: int for counts, else float."""
-    layers = [model.pattern[i % len(model.pattern)] for i in range(model.layers)]
-    made: dict[str, Any] = {
+    kinds = layer_kinds(model)
+    keys: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "context_length": model.context_length,
         "embedding_length": model.width,
@@ -111,19 +113,19 @@ def values(model: Architecture, family: str) -> dict[str, Any]:
         epsilon_key(family): float(model.norm_eps),
     }
     if model.experts:
-        made |= {"expert_count": model.experts, "expert_used_count": model.experts_per_token}
+        keys |= {"expert_count": model.experts, "expert_used_count": model.experts_per_token}
         if family == "qwen3moe":
-            made["expert_feed_forward_length"] = model.mlp_width
-    if "sliding" in layers:
+            keys["expert_feed_forward_length"] = model.mlp_width
+    if "sliding" in kinds:
         # llama.cpp ignores the window for families other than Gemma; results are equal for contexts up to the window.
-        made["attention.sliding_window"] = model.window
-        made["attention.sliding_window_pattern"] = [kind == "sliding" for kind in layers]
+        keys["attention.sliding_window"] = model.window
+        keys["attention.sliding_window_pattern"] = [kind == "sliding" for kind in kinds]
     elif family == "gemma2":
-        made["attention.sliding_window"] = model.context_length
+        keys["attention.sliding_window"] = model.context_length
     if family == "gemma2":
-        made["attn_logit_softcapping"] = float(model.attention_softcap)
+        keys["attn_logit_softcapping"] = float(model.attention_softcap)
     if family.startswith("gemma"):
-        made["final_logit_softcapping"] = float(model.logit_softcap)
+        keys["final_logit_softcapping"] = float(model.logit_softcap)
     if model.positions == "rotary":
-        made |= rope.values(model)
-    return {f"{family}.{key}": value for key, value in made.items()}
+        keys |= rope.rope_keys(model)
+    return {f"{family}.{key}": value for key, value in keys.items()}

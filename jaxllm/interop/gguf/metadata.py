@@ -1,7 +1,7 @@
 """Converts the metadata of a GGUF file to an `Architecture`.
 
-Sources: the keys and their defaults in llama.cpp (src/llama-model.cpp and src/models), and its converters. Properties
-that a family implies without storing them (Gemma's scaled embeddings) are in `families` where possible.
+Sources: the keys and their defaults in llama.cpp (src/llama-model.cpp and src/models, one file per family), and its
+converters. Properties that a family implies without storing them are in `FAMILIES` where possible.
 """
 
 import dataclasses
@@ -14,22 +14,57 @@ import numpy as np
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf import rope
-from jaxllm.interop.gguf.families import FAMILIES, INIT_STD, SCALED_BY_WIDTH, epsilon_key, layout
-from jaxllm.interop.gguf.file import Metadata
+from jaxllm.interop.gguf.file import FamilyKeys, Metadata
 from jaxllm.interop.gguf.tensors import Layout
+from jaxllm.interop.rules import shortest_pattern
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+_RMS = {"mlp": "swiglu", "norm": "rmsnorm", "norm_placement": "pre", "positions": "rotary"}
+_OLMO = {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection"}
+_GEMMA = _RMS | {"mlp": "geglu", "norm": "rmsnorm_plus_one", "norm_placement": "sandwich"}
+# `general.architecture` -> fields of `Architecture` common to all of its models.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _RMS | {"qk_norm": False},
+    "qwen2": _RMS | {"qk_norm": False},
+    "qwen3": _RMS | {"qk_norm": True},
+    "qwen3moe": _RMS | {"qk_norm": True},
+    "gemma2": _GEMMA | {"qk_norm": False},
+    "gemma3": _GEMMA | {"qk_norm": True},
+    "olmo2": _RMS | _OLMO,
+    "smollm3": _RMS | {"qk_norm": False, "pattern": ("full", "full", "full", "nope")},
+    "phi3": _RMS | {"qk_norm": False},
+    "gpt2": {"mlp": "gelu", "norm": "layernorm", "norm_placement": "pre", "positions": "learned", "qk_norm": False},
+}
+# Families whose query and key rows have the two elements of a rotary pair adjacent.
+_PERMUTED = ("llama", "smollm3")
+# Family -> layers of Gemma's 27B models, which scale queries by width. Files identify them only by the layer count.
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+# Not stored, as they do not affect inference: the initializer scale and the weight of an auxiliary training loss.
+INIT_STD = 0.02
+NOT_STORED = ("init_std", "router_aux_weight", "unroll")
+
+
+def layout_of(family: str) -> Layout:
+    """Returns the tensor layout that llama.cpp expects for a family."""
+    return Layout(family in _PERMUTED, fused_qkv=family in ("gpt2", "phi3"), fused_gate=family == "phi3")
+
+
+def epsilon_key(family: str) -> str:
+    """Returns the key of the epsilon of a family's norms."""
+    kind = "layer_norm_epsilon" if FAMILIES[family]["norm"] == "layernorm" else "layer_norm_rms_epsilon"
+    return f"attention.{kind}"
+
 
 @dataclasses.dataclass(frozen=True)
-class Described:
-    """Description of the model in a GGUF file.
+class ParsedMetadata:
+    """Architecture and tensor layout of the model in a GGUF file.
 
     Attributes:
       family: `general.architecture` of the file.
       model: the architecture.
       layout: layout of the tensors.
-      constants: names of tensors that are not weights; their content is represented in `model`.
+      constants: names of tensors that are not weights; `model` represents their content.
     """
 
     family: str
@@ -38,7 +73,7 @@ class Described:
     constants: frozenset[str]
 
 
-def describe(metadata: Metadata, shapes: Shapes, read: Callable[[str], np.ndarray]) -> Described:
+def parse_metadata(metadata: Metadata, shapes: Shapes, read: Callable[[str], np.ndarray]) -> ParsedMetadata:
     """Reads the architecture of a file; rejects the file if any key of its family is not used.
 
     Args:
@@ -50,32 +85,34 @@ def describe(metadata: Metadata, shapes: Shapes, read: Callable[[str], np.ndarra
     """
     kind = metadata.get("general.type", str)
     if kind not in (None, "model"):
-        raise UserError(f"{metadata.where} holds a {kind}, not a model; give the file with the model's weights")
-    family = metadata.need("general.architecture", str)
+        raise UserError(f"{metadata.where}: general.type is {kind!r}; give the file with the model's weights")
+    family = metadata.require("general.architecture", str)
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"{metadata.where} is a {family} model, which is not read; those that are: {known}")
-    keys = _Keys(metadata, family)
+        raise UserError(
+            f"{metadata.where}: general.architecture is {family!r}, which is unsupported; supported values are {known}"
+        )
+    keys = FamilyKeys(metadata, family)
     model = _architecture(keys, shapes, read)
-    for key, harmless in _HARMLESS.items():
-        keys.only(key, harmless)
-    unknown = metadata.unasked(f"{family}.")
+    for key, value in _EXPECTED.items():
+        keys.expect(key, value)
+    unknown = metadata.unread(f"{family}.")
     if unknown:
         raise UserError(
-            f"{metadata.where} has {', '.join(unknown)}, of which this reader knows nothing; a model that needs them "
-            "would come out wrong"
+            f"{metadata.where} has {', '.join(unknown)}, which jaxllm does not support; the model might compute "
+            "something else: use another model"
         )
     fused = "blk.0.attn_qkv.weight" in shapes
-    return Described(
+    return ParsedMetadata(
         family,
         model,
-        dataclasses.replace(layout(family), fused_qkv=fused),
-        frozenset(rope.CONSTANTS & set(shapes)),
+        dataclasses.replace(layout_of(family), fused_qkv=fused),
+        frozenset(rope.CONSTANT_TENSORS & set(shapes)),
     )
 
 
 # Keys that have no effect at this value (None: at any value).
-_HARMLESS: dict[str, Any] = {
+_EXPECTED: dict[str, Any] = {
     "tensor_data_layout": None,  # layout of the weights before conversion
     "rope.scaling.finetuned": None,  # origin of the scaling
     "attention.causal": True,
@@ -96,52 +133,23 @@ _HARMLESS: dict[str, Any] = {
 }
 
 
-class _Keys:
-    """Access to the keys of one family, without the prefix of its name."""
-
-    def __init__(self, metadata: Metadata, family: str):
-        self.metadata = metadata
-        self.family = family
-
-    def size(self, key: str, default: int | None = None) -> int:
-        name = f"{self.family}.{key}"
-        if default is None:
-            return self.metadata.need(name, int)
-        found = self.metadata.get(name, int)
-        return default if found is None else found
-
-    def number(self, key: str, default: float | None = None) -> float:
-        name = f"{self.family}.{key}"
-        if default is None:
-            return float(self.metadata.need(name, float))
-        found = self.metadata.get(name, float)
-        return default if found is None else float(found)
-
-    def only(self, key: str, allowed: Any) -> None:
-        """Checks that a key is missing or has the allowed value (None: any value)."""
-        value = self.metadata.raw(f"{self.family}.{key}")
-        if value is not None and allowed is not None and value != allowed:
-            raise UserError(
-                f"{self.metadata.where}: {self.family}.{key} is {value!r:.60}, and only {allowed!r} can be expressed; "
-                "use another model"
-            )
-
-
-def _architecture(keys: _Keys, shapes: Shapes, read: Callable[[str], np.ndarray]) -> Architecture:
+def _architecture(keys: FamilyKeys, shapes: Shapes, read: Callable[[str], np.ndarray]) -> Architecture:
     family, where = keys.family, keys.metadata.where
     if "token_embd.weight" not in shapes:
-        raise UserError(f"{where} has no tensor token_embd.weight; it holds a vocabulary or an adapter, not a model")
+        raise UserError(
+            f"{where} has no tensor token_embd.weight; give the file of a model, not of a vocabulary or an adapter"
+        )
     layers, width, heads = keys.size("block_count"), keys.size("embedding_length"), keys.size("attention.head_count")
     head_dim = keys.size("attention.key_length", width // max(heads, 1))
-    keys.only("attention.value_length", head_dim)
+    keys.expect("attention.value_length", head_dim)
     vocabulary = shapes["token_embd.weight"][0]
-    keys.only("vocab_size", vocabulary)
+    keys.expect("vocab_size", vocabulary)
     context = keys.size("context_length")
     experts = keys.size("expert_count", 0)
     mlp_width = keys.size("expert_feed_forward_length", 0) if experts else 0
     dense_width = keys.size("feed_forward_length", mlp_width or None)
     gemma = family.startswith("gemma")
-    by_width = SCALED_BY_WIDTH.get(family) == layers
+    by_width = _SCALED_BY_WIDTH.get(family) == layers
     fields: dict[str, Any] = dict(
         vocab_size=vocabulary,
         layers=layers,
@@ -168,24 +176,23 @@ def _architecture(keys: _Keys, shapes: Shapes, read: Callable[[str], np.ndarray]
     )
     fields |= FAMILIES[family]
     if fields["positions"] == "rotary":
-        fields |= rope.read(keys, head_dim, set(shapes), read)
+        fields |= rope.read_rope(keys, head_dim, set(shapes), read)
     return Architecture(**fields)
 
 
-def _pattern(keys: _Keys, layers: int, context: int) -> dict[str, Any]:
+def _pattern(keys: FamilyKeys, layers: int, context: int) -> dict[str, Any]:
     """Reads pattern and window. The file has a list, a period whose last layer is full, or the family's default."""
     default = {"gemma2": 4096}.get(keys.family, 0)
     window = keys.size("attention.sliding_window", default)
-    told = keys.metadata.raw(f"{keys.family}.attention.sliding_window_pattern")
+    pattern = keys.metadata.raw(f"{keys.family}.attention.sliding_window_pattern")
     if not 0 < window < context:  # the window masks nothing
         return {"pattern": ("full",), "window": 0}
-    if isinstance(told, list):
-        slides = [bool(flag) for flag in told]
-        if len(slides) != layers:
-            raise UserError(f"{keys.metadata.where}: the sliding_window_pattern has {len(slides)} layers of {layers}")
+    if isinstance(pattern, list):
+        is_sliding = [bool(flag) for flag in pattern]
+        if len(is_sliding) != layers:
+            where, count = keys.metadata.where, len(is_sliding)
+            raise UserError(f"{where}: sliding_window_pattern has {count} layers of {layers}; convert the model again")
     else:
-        period = told if isinstance(told, int) else {"gemma2": 2, "gemma3": 6, "olmo2": 4}.get(keys.family, 0)
-        slides = [period < 1 or layer % period < period - 1 for layer in range(layers)]
-    kinds = tuple("sliding" if flag else "full" for flag in slides)
-    length = next(n for n in range(1, layers + 1) if all(kinds[i] == kinds[i % n] for i in range(layers)))
-    return {"pattern": kinds[:length], "window": window}
+        period = pattern if isinstance(pattern, int) else {"gemma2": 2, "gemma3": 6, "olmo2": 4}.get(keys.family, 0)
+        is_sliding = [period < 1 or layer % period < period - 1 for layer in range(layers)]
+    return {"pattern": shortest_pattern(["sliding" if flag else "full" for flag in is_sliding]), "window": window}

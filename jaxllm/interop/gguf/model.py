@@ -1,7 +1,7 @@
 """Import and export of models in GGUF, llama.cpp's file format, with tokenizer and chat template."""
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ from gguf.quants import quantize
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop import copying, rules
-from jaxllm.interop.gguf import families, keys, rope, tensors, vocabulary
+from jaxllm.interop.gguf import keys, rope, tensors, vocabulary
 from jaxllm.interop.gguf import tokenizer as tokenizers
-from jaxllm.interop.gguf.file import TensorFile, open_tensors
-from jaxllm.interop.gguf.metadata import describe
+from jaxllm.interop.gguf.file import Metadata, TensorFile, open_tensors
+from jaxllm.interop.gguf.metadata import layout_of, parse_metadata
 from jaxllm.interop.pretrained import Pretrained
-from jaxllm.interop.tokenizer import Tokenizer
+from jaxllm.interop.text import Text
 
 # Quantizations that `write` supports -> llama.cpp's file type.
 QUANTIZATIONS = {
@@ -27,7 +27,7 @@ QUANTIZATIONS = {
     "BF16": LlamaFileType.MOSTLY_BF16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
-_KEPT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_LOSSLESS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BLOCKS_VERSION = 2  # general.quantization_version: layout of quantized blocks
 
 
@@ -43,55 +43,57 @@ def open_file(path: str | pathlib.Path) -> Pretrained:
     """
     file = open_tensors(path)
     metadata = file.metadata
-    described = describe(metadata, file.shapes, file.read)
-    model, layout = described.model, described.layout
-    table = tensors.rules(model, layout)
-    rules.check(table, file.shapes, str(path), described.constants)
-    rules.check_shapes(model, table, file.shapes.__getitem__)
-    tokenizer = None
-    if metadata.get("tokenizer.ggml.model", str) not in (None, "none", "no_vocab"):
-        tokenizer = tokenizers.read(metadata)
-        if tokenizer.vocab_size > model.vocab_size:
-            counts = f"{tokenizer.vocab_size} tokens and {model.vocab_size} embeddings"
-            raise UserError(f"{path} has {counts}; fetch it again")
+    parsed = parse_metadata(metadata, file.shapes, file.read)
+    model, layout = parsed.model, parsed.layout
+    mappings = tensors.build_rules(model, layout)
+    rules.check(mappings, file.shapes, str(path), parsed.constants)
+    rules.check_shapes(model, mappings, file.shapes.__getitem__)
 
     def load(dtype: jax.typing.DTypeLike, shardings: Any) -> Any:
-        return rules.load(model, table, file.read, dtype, shardings)
+        return rules.load(model, mappings, file.read, dtype, shardings)
 
     return Pretrained(
         source=str(path),
         model=model,
         loader=load,
         quantization=_quantization(file),
-        family=described.family,
-        tokenizer=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template", str),
-        special={} if tokenizer is None else tokenizers.special_names(metadata),
-        end_ids=() if tokenizer is None else tokenizer.end_ids,
+        family=parsed.family,
+        text=_text(metadata, model.vocab_size),
     )
+
+
+def _text(metadata: Metadata, vocab_size: int) -> Text:
+    template = metadata.get("tokenizer.chat_template", str)
+    if metadata.get("tokenizer.ggml.model", str) in (None, "none", "no_vocab"):
+        return Text(chat_template=template)
+    tokenizer = tokenizers.read_tokenizer(metadata)
+    if tokenizer.vocab_size > vocab_size:
+        counts = f"{tokenizer.vocab_size} tokens and {vocab_size} embeddings"
+        raise UserError(f"{metadata.where} has {counts}; download it again")
+    return Text(tokenizer, template, tokenizers.special_tokens(metadata), tokenizer.end_ids)
 
 
 def _quantization(file: TensorFile) -> str:
     """Returns the quantization with which `write` produces the same tensor types; "" if there is none."""
-    nothing = {name: np.broadcast_to(np.zeros((), np.uint8), shape) for name, shape in file.shapes.items()}
-    same = (q for q in QUANTIZATIONS if all(file.kind(k) == tensors.stored(k, x, q) for k, x in nothing.items()))
-    return next(same, "")
+    empty = {name: np.broadcast_to(np.zeros((), np.uint8), shape) for name, shape in file.shapes.items()}
+    matching = (
+        q for q in QUANTIZATIONS if all(file.kind(k) == tensors.storage_type(k, x, q) for k, x in empty.items())
+    )
+    return next(matching, "")
 
 
-def kept(opened: Pretrained) -> str:
+def lossless_quantization(opened: Pretrained) -> str:
     """Returns the lossless quantization of a model: that of its GGUF file, or the one of its stored dtype."""
-    return opened.quantization or _KEPT[opened.stored.name]
+    return opened.quantization or _LOSSLESS[opened.stored.name]
 
 
 def write(
     path: str | pathlib.Path,
     model: Architecture,
     params: Any,
-    tokenizer: Tokenizer | None,
+    text: Text,
     *,
     quantization: str,
-    chat_template: str | None = None,
-    special: Mapping[str, str] | None = None,
     name: str = "",
 ) -> None:
     """Writes a file that llama.cpp can load, with one tensor in memory at a time.
@@ -103,60 +105,58 @@ def write(
       path: destination.
       model: the architecture.
       params: the parameter tree, of any floating-point dtype.
-      tokenizer: None writes a file without one.
+      text: tokenizer and chat template; a part that is missing is not written.
       quantization: a key of `QUANTIZATIONS`.
-      chat_template: Jinja source; None if there is none.
-      special: special tokens by their names in the template: {"bos_token": "<s>", …}.
       name: display name of the model.
     Raises:
       UserError: GGUF or llama.cpp cannot represent the model or the tokenizer, or an element overflows F16.
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
-        raise UserError(f"GGUF quantization {quantization!r} is not written; those that are: {known}")
-    family = keys.choose(model)
-    named: dict[str, Any] = {
+        raise UserError(f"GGUF quantization {quantization!r} is unsupported; supported values are {known}")
+    family = keys.choose_family(model)
+    metadata: dict[str, Any] = {
         "general.type": "model",
         **({"general.name": name} if name else {}),
         "general.file_type": int(QUANTIZATIONS[quantization]),
         **({"general.quantization_version": _BLOCKS_VERSION} if quantization == "Q8_0" else {}),
-        **keys.values(model, family),
-        **vocabulary.values(tokenizer, model.vocab_size, special or {}),
-        **({"tokenizer.chat_template": chat_template} if chat_template else {}),
+        **keys.architecture_keys(model, family),
+        **vocabulary.tokenizer_keys(text.tokenizer, model.vocab_size, text.special),
+        **({"tokenizer.chat_template": text.chat_template} if text.chat_template else {}),
     }
     writer = GGUFWriter(path, family)
-    for key, value in named.items():
+    for key, value in metadata.items():
         _add(writer, key, value)
-    table = tensors.rules(model, families.layout(family))
+    mappings = tensors.build_rules(model, layout_of(family))
 
-    def each(tell: Callable[[str, np.ndarray, GGMLQuantizationType], None]) -> None:
-        for key, constant in rope.constants(model).items():
-            tell(key, constant, GGMLQuantizationType.F32)
-        for key, tensor in rules.save(model, table, params):
-            kind = tensors.stored(key, tensor, quantization)
-            tell(key, _encode(key, tensor, kind), GGMLQuantizationType[kind])
+    def for_each_tensor(write_one: Callable[[str, np.ndarray, GGMLQuantizationType], None]) -> None:
+        for key, constant in rope.constant_tensors(model).items():
+            write_one(key, constant, GGMLQuantizationType.F32)
+        for key, tensor in rules.save(model, mappings, params):
+            kind = tensors.storage_type(key, tensor, quantization)
+            write_one(key, _encode(key, tensor, kind), GGMLQuantizationType[kind])
 
     try:
         # Two passes: the offsets of all tensors precede the first tensor in the file.
-        each(lambda key, data, kind: writer.add_tensor_info(key, data.shape, data.dtype, data.nbytes, kind))
+        for_each_tensor(lambda key, data, kind: writer.add_tensor_info(key, data.shape, data.dtype, data.nbytes, kind))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        each(lambda key, data, kind: writer.write_tensor_data(data))
+        for_each_tensor(lambda key, data, kind: writer.write_tensor_data(data))
     finally:
         writer.close()
 
 
 def _encode(name: str, tensor: np.ndarray, kind: str) -> np.ndarray:
     if kind == "Q8_0":
-        return quantize(copying.contiguous(tensor, np.dtype(np.float32)), GGMLQuantizationType.Q8_0)
+        return quantize(copying.as_contiguous(tensor, np.dtype(np.float32)), GGMLQuantizationType.Q8_0)
     if kind == "BF16":
-        return copying.contiguous(tensor, np.dtype(ml_dtypes.bfloat16)).view(np.uint8)
+        return copying.as_contiguous(tensor, np.dtype(ml_dtypes.bfloat16)).view(np.uint8)
     with np.errstate(over="ignore"):
-        made = copying.contiguous(tensor, np.dtype(np.float16 if kind == "F16" else np.float32))
-    if kind == "F16" and not np.isfinite(made).all():
-        raise UserError(f"{name} has numbers past 65504, which F16 cannot hold; write BF16 or Q8_0")
-    return made
+        encoded = copying.as_contiguous(tensor, np.dtype(np.float16 if kind == "F16" else np.float32))
+    if kind == "F16" and not np.isfinite(encoded).all():
+        raise UserError(f"{name} has values beyond 65504, the range of F16; write BF16 or Q8_0")
+    return encoded
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

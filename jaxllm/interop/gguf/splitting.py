@@ -63,7 +63,7 @@ _GROUPS: dict[str, PreTokenizer] = {
 BY_NAME = {name: splitting for names, splitting in _GROUPS.items() for name in names.split()}
 
 
-def name_of(pre_tokenizer: dict[str, Any] | None, whole_words: bool) -> str | None:
+def gguf_name(pre_tokenizer: dict[str, Any] | None, whole_words: bool) -> str | None:
     """Returns the GGUF name of the pre-tokenizer of a tokenizer.json; None if there is no known one."""
     expressions = _expressions(pre_tokenizer)
     exact = [n.split()[0] for n, s in _GROUPS.items() if (s.expressions, s.whole_words) == (expressions, whole_words)]
@@ -83,10 +83,10 @@ def _expressions(node: dict[str, Any] | None) -> tuple[str, ...] | None:
         return (_GPT2,) if node.get("use_regex", True) else ()
     if node["type"] == "Split" and node.get("behavior") == "Isolated" and not node.get("invert"):
         expression = node["pattern"].get("Regex")
-        return None if expression is None else (_same(expression),)
+        return None if expression is None else (_canonical(expression),)
     return None
 
 
-def _same(expression: str) -> str:
+def _canonical(expression: str) -> str:
     """Normalizes an expression that model releases spell in several ways."""
     return expression.replace("'(?i:[sdmt]|ll|ve|re)", _SHORTENED)

@@ -15,7 +15,7 @@ from jaxllm.interop.tokenizer import JsonTokenizer
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Keys that affect neither encoding nor decoding.
-_HARMLESS = (
+_IGNORED_KEYS = (
     *("unknown_token_id", "padding_token_id", "seperator_token_id", "mask_token_id", "cls_token_id"),
     "token_type_count",
     *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
@@ -24,56 +24,58 @@ _HARMLESS = (
 )
 
 
-def read(metadata: Metadata) -> JsonTokenizer:
+def read_tokenizer(metadata: Metadata) -> JsonTokenizer:
     """Reads the tokenizer of a file.
 
     Raises:
       UserError: the type of tokenizer, its pre-tokenizer or a key is not supported, or the data is damaged.
     """
     where = metadata.where
-    kind = metadata.need("tokenizer.ggml.model", str)
+    kind = metadata.require("tokenizer.ggml.model", str)
     if kind not in ("gpt2", "llama"):
         raise UserError(
-            f"{where} has a tokenizer of kind {kind!r}, which is not read; those that are: gpt2 (byte-level BPE) and "
-            "llama (SentencePiece BPE)"
+            f"{where}: tokenizer.ggml.model is {kind!r}, which is unsupported; supported values are gpt2 (byte-level "
+            "BPE) and llama (SentencePiece BPE)"
         )
-    tokens: list[str] = metadata.need("tokenizer.ggml.tokens", list)
+    tokens: list[str] = metadata.require("tokenizer.ggml.tokens", list)
     types: list[int] = metadata.get("tokenizer.ggml.token_type", list) or [NORMAL] * len(tokens)
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise UserError(f"{where} has {len(types)} token types for {len(tokens)} tokens, or one twice; fetch it again")
+        raise UserError(
+            f"{where} has {len(types)} token types for {len(tokens)} tokens, or one twice; download it again"
+        )
     parts = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, types)
     begin = _special_id(metadata, "bos", len(tokens), 1 if kind == "llama" else None)
-    begins = metadata.get("tokenizer.ggml.add_bos_token", bool)
-    if begins is None:
-        begins = kind == "llama" or BY_NAME[_name(metadata)].begins
-    if begins and begin is None:
-        raise UserError(f"{where} wants a begin token and has no tokenizer.ggml.bos_token_id; convert the model again")
+    adds_begin = metadata.get("tokenizer.ggml.add_bos_token", bool)
+    if adds_begin is None:
+        adds_begin = kind == "llama" or BY_NAME[_pre_tokenizer_name(metadata)].begins
+    if adds_begin and begin is None:
+        raise UserError(f"{where} adds a begin token but has no tokenizer.ggml.bos_token_id; convert the model again")
     ends = [_special_id(metadata, "eos", len(tokens), 2 if kind == "llama" else None)]
     ends += [_special_id(metadata, name, len(tokens), None) for name in ("eot", "eom")]
     metadata.raw("tokenizer.ggml.pre")
-    for key in _HARMLESS:
+    for key in _IGNORED_KEYS:
         metadata.raw(f"tokenizer.ggml.{key}")
-    unknown = metadata.unasked("tokenizer.ggml.")
+    unknown = metadata.unread("tokenizer.ggml.")
     if unknown:
         keys = ", ".join(unknown)
-        raise UserError(f"{where} has {keys}, of which this reader knows nothing; ids might come out wrong")
+        raise UserError(f"{where} has {keys}, which jaxllm does not support; ids might be wrong: use another file")
     content = parts | {
         "version": "1.0",
-        "added_tokens": _added(tokens, types),
-        "post_processor": _begin_with(tokens[begin], begin) if begins and begin is not None else None,
+        "added_tokens": _added_tokens(tokens, types),
+        "post_processor": _bos_post_processor(tokens[begin], begin) if adds_begin and begin is not None else None,
     }
     return JsonTokenizer(json.dumps(content), where, [end for end in ends if end is not None])
 
 
-def special_names(metadata: Metadata) -> dict[str, str]:
+def special_tokens(metadata: Metadata) -> dict[str, str]:
     """Returns the special tokens that a chat template may use, by name: {"bos_token": "<s>", …}."""
-    tokens = metadata.need("tokenizer.ggml.tokens", list)
+    tokens = metadata.require("tokenizer.ggml.tokens", list)
     kinds = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     found = {name: _special_id(metadata, kind, len(tokens), None) for kind, name in kinds.items()}
     return {name: tokens[i] for name, i in found.items() if i is not None}
 
 
-def _name(metadata: Metadata) -> str:
+def _pre_tokenizer_name(metadata: Metadata) -> str:
     """Returns the name of the pre-tokenizer.
 
     Raises:
@@ -81,17 +83,19 @@ def _name(metadata: Metadata) -> str:
     """
     name = metadata.get("tokenizer.ggml.pre", str)
     if name not in BY_NAME:
-        what = f"tokenizer.ggml.pre = {name!r}, which is not known" if name else "no tokenizer.ggml.pre"
-        fix = f"known are {', '.join(BY_NAME)}" if name else "convert the model again with a current llama.cpp"
-        raise UserError(f"{metadata.where} has {what}: words would be split wrongly and the model write worse; {fix}")
+        problem = f"the unsupported tokenizer.ggml.pre {name!r}" if name else "no tokenizer.ggml.pre"
+        fix = f"supported values are {', '.join(BY_NAME)}" if name else "convert the model with a current llama.cpp"
+        raise UserError(f"{metadata.where} has {problem}: words would be split wrongly; {fix}")
     return name
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
-    splitting = BY_NAME[_name(metadata)]
+    splitting = BY_NAME[_pre_tokenizer_name(metadata)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     # The space that separates the two parts of a merge is never its first character.
-    pairs = [(m[:at], m[at + 1 :]) for m in metadata.need("tokenizer.ggml.merges", list) if (at := m.find(" ", 1)) > 0]
+    pairs = [
+        (m[:at], m[at + 1 :]) for m in metadata.require("tokenizer.ggml.merges", list) if (at := m.find(" ", 1)) > 0
+    ]
     merges = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary and "".join(pair) in vocabulary]
     metadata.raw("tokenizer.ggml.add_space_prefix")  # for SentencePiece only
     metadata.raw("tokenizer.ggml.scores")
@@ -104,11 +108,11 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def _sentencepiece(metadata: Metadata, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    scores = metadata.need("tokenizer.ggml.scores", list)
+    scores = metadata.require("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens):
-        raise UserError(f"{metadata.where} has {len(scores)} scores for {len(tokens)} tokens; fetch it again")
+        raise UserError(f"{metadata.where} has {len(scores)} scores for {len(tokens)} tokens; download it again")
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces", bool):
-        raise UserError(f"{metadata.where}: tokenizer.ggml.remove_extra_whitespaces is not read; use another file")
+        raise UserError(f"{metadata.where}: tokenizer.ggml.remove_extra_whitespaces is unsupported; use another file")
     unknown = _special_id(metadata, "unknown", len(tokens), 0)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool)
     prefix = True if prefix is None else prefix
@@ -151,7 +155,7 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
     ]
 
 
-def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
+def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     """Returns the added tokens, which are matched before pre-tokenization: special and user-defined ones."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
@@ -161,7 +165,8 @@ def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _begin_with(token: str, i: int) -> dict[str, Any]:
+def _bos_post_processor(token: str, i: int) -> dict[str, Any]:
+    """Returns the "post_processor" field of a tokenizer.json that prepends a token."""
     begin, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     other = {"Sequence": {"id": "B", "type_id": 1}}
     return {

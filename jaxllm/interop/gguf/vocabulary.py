@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.interop import byte_file
 from jaxllm.interop.gguf import splitting
 from jaxllm.interop.gguf import tokenizer as tokenizers
 from jaxllm.interop.gguf.file import Metadata
@@ -23,7 +22,7 @@ _PROBE = (
 )
 
 
-def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, str]) -> dict[str, Any]:
+def tokenizer_keys(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, str]) -> dict[str, Any]:
     """Returns the `tokenizer.ggml` keys of a tokenizer.
 
     Args:
@@ -36,28 +35,30 @@ def values(tokenizer: Tokenizer | None, vocab_size: int, special: Mapping[str, s
     if tokenizer is None:
         return {"tokenizer.ggml.model": "none"}
     if isinstance(tokenizer, ByteTokenizer):
-        tokenizer = byte_file.as_json()
+        tokenizer = tokenizer.as_json_tokenizer()
     if not isinstance(tokenizer, JsonTokenizer):
-        raise UserError(f"a {type(tokenizer).__name__} cannot be written to GGUF; convert to safetensors")
-    made, tokens, types = _from_json(json.loads(tokenizer.to_json()), tokenizer.vocab_size)
+        raise UserError(f"a {type(tokenizer).__name__} cannot be converted to GGUF; convert to safetensors")
+    keys, tokens, types = _from_json(json.loads(tokenizer.to_json()), tokenizer.vocab_size)
     if len(tokens) > vocab_size:
-        raise UserError(f"the tokenizer has {len(tokens)} ids and the model's vocab_size is {vocab_size}")
-    made |= _ids(tokenizer, tokens, special)
-    made["tokenizer.ggml.tokens"] = tokens + [f"[PAD{i}]" for i in range(len(tokens), vocab_size)]
-    made["tokenizer.ggml.token_type"] = types + [UNUSED] * (vocab_size - len(tokens))
-    if "tokenizer.ggml.scores" in made:
-        made["tokenizer.ggml.scores"] += [_LAST] * (vocab_size - len(tokens))
-    again = tokenizers.read(Metadata(made, "the tokenizer as GGUF"))
+        raise UserError(
+            f"the tokenizer has {len(tokens)} ids and the model's vocab_size is {vocab_size}; use the model's tokenizer"
+        )
+    keys |= _ids(tokenizer, tokens, special)
+    keys["tokenizer.ggml.tokens"] = tokens + [f"[PAD{i}]" for i in range(len(tokens), vocab_size)]
+    keys["tokenizer.ggml.token_type"] = types + [UNUSED] * (vocab_size - len(tokens))
+    if "tokenizer.ggml.scores" in keys:
+        keys["tokenizer.ggml.scores"] += [_LOWEST_SCORE] * (vocab_size - len(tokens))
+    again = tokenizers.read_tokenizer(Metadata(keys, "the tokenizer as GGUF"))
     if again.encode(_PROBE).tolist() != tokenizer.encode(_PROBE).tolist():
         raise UserError(
-            "the tokenizer makes other ids by GGUF's rules; convert to safetensors, which keeps it as it is"
+            "the tokenizer gives other ids under GGUF's rules; convert to safetensors, which keeps it unchanged"
         )
-    return made
+    return keys
 
 
-_LAST = -1e9  # a score below all others
+_LOWEST_SCORE = -1e9  # a score below all others
 # llama.cpp requires merges. A tokenizer without merges gets one of two bytes that never occur in UTF-8 text.
-_NO_MERGE = "ÿ ÿ"
+_DUMMY_MERGE = "ÿ ÿ"
 
 
 def _ids(tokenizer: Tokenizer, tokens: list[str], special: Mapping[str, str]) -> dict[str, Any]:
@@ -71,21 +72,24 @@ def _ids(tokenizer: Tokenizer, tokens: list[str], special: Mapping[str, str]) ->
         # llama.cpp recognizes the others by name; those without a known name need a key.
         unnamed = [i for i in tokenizer.end_ids[1:] if tokens[i] not in END_NAMES]
         found |= dict(zip(("eot", "eom"), unnamed, strict=False))
-    made: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in found.items()}
-    return made | {"tokenizer.ggml.add_bos_token": tokenizer.bos_id is not None}
+    keys: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in found.items()}
+    return keys | {"tokenizer.ggml.add_bos_token": tokenizer.bos_id is not None}
 
 
 def _from_json(content: dict[str, Any], count: int) -> tuple[dict[str, Any], list[str], list[int]]:
     model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}
     if model["type"] != "BPE":
-        raise UserError(f"the tokenizer is a {model['type']}, and GGUF has BPE; convert to safetensors")
+        raise UserError(f"the tokenizer is a {model['type']}, but GGUF supports only BPE; convert to safetensors")
     tokens = {i: token for token, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     names = [tokens.get(i, f"[PAD{i}]") for i in range(count)]
     marks = json.dumps(content["normalizer"] or content["pre_tokenizer"], ensure_ascii=False)
-    spaces = bool(model.get("byte_fallback")) and "▁" in marks
-    types = [_type(i, name, added, model if spaces else {}) if i in tokens else UNUSED for i, name in enumerate(names)]
-    made = _sentencepiece(content, names) if spaces else _byte_level(content)
-    return made, names, types
+    is_sentencepiece = bool(model.get("byte_fallback")) and "▁" in marks
+    types = [
+        _type(i, name, added, model if is_sentencepiece else {}) if i in tokens else UNUSED
+        for i, name in enumerate(names)
+    ]
+    keys = _sentencepiece(content, names) if is_sentencepiece else _byte_level(content)
+    return keys, names, types
 
 
 def _type(i: int, name: str, added: Mapping[int, dict[str, Any]], sentencepiece: Mapping[str, Any]) -> int:
@@ -98,15 +102,17 @@ def _type(i: int, name: str, added: Mapping[int, dict[str, Any]], sentencepiece:
 
 def _byte_level(content: dict[str, Any]) -> dict[str, Any]:
     if content["normalizer"] not in (None, {"type": "NFC"}):
-        raise UserError(f"the tokenizer has a normalizer ({content['normalizer']!r:.60}), and GGUF has none")
-    name = splitting.name_of(content["pre_tokenizer"], bool(content["model"].get("ignore_merges")))
+        raise UserError(
+            f"the tokenizer has a normalizer ({content['normalizer']!r:.60}), but GGUF has none; convert to safetensors"
+        )
+    name = splitting.gguf_name(content["pre_tokenizer"], bool(content["model"].get("ignore_merges")))
     if name is None:
-        raise UserError("the tokenizer splits words in a way that has no name in GGUF; convert to safetensors")
+        raise UserError("the tokenizer has a pre-tokenizer without a name in GGUF; convert to safetensors")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.merges": merges or [_NO_MERGE],
+        "tokenizer.ggml.merges": merges or [_DUMMY_MERGE],
     }
 
 
@@ -116,7 +122,9 @@ def _sentencepiece(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
     steps = steps.get("normalizers") or steps.get("pretokenizers") or [steps]
     known = {"Prepend", "Replace", "Metaspace"}
     if {step["type"] for step in steps} - known or (content["normalizer"] and content["pre_tokenizer"]):
-        raise UserError("the tokenizer changes its text in a way that has no name in GGUF; convert to safetensors")
+        raise UserError(
+            "the tokenizer has a normalizer or pre-tokenizer that GGUF does not support; convert to safetensors"
+        )
     prefix = any(step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps)
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(content["model"]["merges"]):
@@ -125,5 +133,5 @@ def _sentencepiece(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.add_space_prefix": prefix,
-        "tokenizer.ggml.scores": [float(-ranks[name]) if name in ranks else _LAST for name in names],
+        "tokenizer.ggml.scores": [float(-ranks[name]) if name in ranks else _LOWEST_SCORE for name in names],
     }

@@ -1,5 +1,7 @@
-"""Access to the fields of config.json that tracks use: every field is read, known to be neutral, or an error."""
+"""Fields of config.json with a record of use: every field is read, known to be neutral, or an error."""
 
+import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +11,12 @@ from jaxllm.errors import UserError
 NEUTRAL: dict[str, str] = {
     **dict.fromkeys(
         ("_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "model_type"),
-        "say where the file comes from; the kind of model is looked up before",
+        "origin of the file; model_type is read separately",
     ),
-    **dict.fromkeys(("torch_dtype", "dtype"), "the tensors say it themselves"),
+    **dict.fromkeys(("torch_dtype", "dtype"), "the tensors have dtypes of their own"),
     **dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
-        "belong to the tokenizer and the sampler, who read them",
+        "read with the tokenizer",
     ),
     **dict.fromkeys(
         (
@@ -24,11 +26,11 @@ NEUTRAL: dict[str, str] = {
             *("chunk_size_feed_forward", "pretraining_tp", "gradient_checkpointing", "reorder_and_upcast_attn"),
             *("tie_last_hidden_states", "use_return_dict", "_flash_attn_2_enabled", "unsloth_version", "unsloth_fixed"),
         ),
-        "how a program goes about it, or what it hands out beside the logits",
+        "implementation choices, and outputs other than logits",
     ),
     **dict.fromkeys(
         ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout"),
-        "noise of training; there is none here",
+        "dropout, which jaxllm does not use",
     ),
     **dict.fromkeys(
         (
@@ -38,7 +40,7 @@ NEUTRAL: dict[str, str] = {
             *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "suppress_tokens"),
             *("exponential_decay_length_penalty", "begin_suppress_tokens", "task_specific_params", "prefix"),
         ),
-        "how text is drawn; the sampling command has flags of its own",
+        "sampling defaults; the sampling command has its own flags",
     ),
     **dict.fromkeys(
         (
@@ -54,11 +56,11 @@ NEUTRAL: dict[str, str] = {
             *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
             *("summary_first_dropout", "tf_legacy_loss", "cross_attention_hidden_size"),
         ),
-        "of other tasks than language modelling",
+        "other tasks than language modelling",
     ),
 }
 # Fields that any file may have, and the values at which they have no effect.
-_ONLY: dict[str, tuple[Any, ...]] = {
+_EXPECTED: dict[str, tuple[Any, ...]] = {
     "is_decoder": (True, False),  # no effect on a decoder-only model
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -66,6 +68,23 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None, {}),
 }
 _MISSING = object()
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a JSON file that contains an object.
+
+    Raises:
+      UserError: the file cannot be read, is not JSON, or is not an object.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); use a folder that contains it") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must contain a JSON object; download it again")
+    return value
 
 
 class Fields:
@@ -104,12 +123,14 @@ class Fields:
             return default
         key, value = next(iter(found.items()))
         if any(other != value for other in found.values()):
-            raise UserError(f"{self.where}: {' and '.join(found)} contradict each other; use the file of one release")
+            raise UserError(f"{self.where}: {' and '.join(found)} have different values; use the file of one release")
         if default is not None and not _fits(value, default):
-            raise UserError(f"{self.where}: {key} is {value!r}; it must be like {default!r}")
+            raise UserError(
+                f"{self.where}: {key} is {value!r}; it must be a {type(default).__name__}, such as {default!r}"
+            )
         return float(value) if isinstance(default, float) else value
 
-    def only(self, name: str, *allowed: Any) -> None:
+    def expect(self, name: str, *allowed: Any) -> None:
         """Checks that a field is missing or has one of the allowed values.
 
         Raises:
@@ -117,8 +138,10 @@ class Fields:
         """
         value = self.get(name, allowed[0])
         if value not in allowed:
-            told = " or ".join(map(repr, allowed))
-            raise UserError(f"{self.where}: {name} is {value!r}, which jaxllm has no model for; it can do {told}")
+            supported = ", ".join(map(repr, allowed))
+            raise UserError(
+                f"{self.where}: {name} is {value!r}, which is unsupported; supported values are {supported}"
+            )
 
     def unused(self) -> list[str]:
         """Lists the fields that have not been read and are not in `NEUTRAL`."""
@@ -133,24 +156,24 @@ class Fields:
           UserError: fields were not read, or the weights are quantized.
         """
         if neutral:
-            for name, allowed in _ONLY.items():
-                self.only(name, *allowed)
-            self._refuse_quantized()
+            for name, allowed in _EXPECTED.items():
+                self.expect(name, *allowed)
+            self._reject_quantized()
         left = self.unused() if neutral else sorted(set(self._values) - self._used)
         if left:
-            told = ", ".join(f"{name} = {self._values[name]!r}" for name in left)
+            listed = ", ".join(f"{name} = {self._values[name]!r}" for name in left)
             raise UserError(
-                f"{self.where} has fields that jaxllm does not know, with which the model may compute something else: "
-                f"{told}; take them out if they do not matter"
+                f"{self.where} has unsupported fields, which might change what the model computes: {listed}; remove "
+                "them if they do not"
             )
 
-    def _refuse_quantized(self) -> None:
+    def _reject_quantized(self) -> None:
         table = self.get("quantization_config", None)
         if table:
             method = table.get("quant_method") if isinstance(table, dict) else None
             raise UserError(
-                f"{self.where}: quantization_config says that the weights are quantized (quant_method {method!r}), "
-                "which is not read; use the release in bfloat16, float16 or float32, or a .gguf file"
+                f"{self.where}: the weights are quantized (quant_method {method!r}), which is unsupported; use the "
+                "release in bfloat16, float16 or float32, or a .gguf file"
             )
 
 

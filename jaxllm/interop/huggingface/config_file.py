@@ -8,10 +8,10 @@ from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop.huggingface.config_fields import Fields
 from jaxllm.interop.huggingface.families import FAMILIES, Family
-from jaxllm.interop.huggingface.layer_kinds import layer_kinds, shortest
+from jaxllm.interop.rules import layer_kinds, shortest_pattern
 
 # Fields of a multimodal Gemma 3 model that do not affect text.
-_OF_IMAGES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+_IMAGE_FIELDS = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 
 
 def read_config(values: Mapping[str, Any], where: str) -> tuple[str, Architecture]:
@@ -28,8 +28,8 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[str, Architectur
     if name == "gemma3":
         return "gemma3_text", _read_gemma3(values, where)
     if name not in FAMILIES:
-        told = ", ".join((*FAMILIES, "gemma3"))
-        raise UserError(f"{where}: model_type is {name!r}; jaxllm can do {told}")
+        supported = ", ".join((*FAMILIES, "gemma3"))
+        raise UserError(f"{where}: model_type is {name!r}, which is unsupported; supported values are {supported}")
     return name, _read(FAMILIES[name], Fields(values, where))
 
 
@@ -37,11 +37,11 @@ def _read_gemma3(values: Mapping[str, Any], where: str) -> Architecture:
     """Reads the language model of a multimodal Gemma 3 model."""
     outer = Fields(values, where)
     inner = Fields(outer.value("text_config", {}), f"{where}: text_config")
-    for name in _OF_IMAGES:
+    for name in _IMAGE_FIELDS:
         outer.get(name, None)
     outer.get("initializer_range", None)  # of the vision model
     model = _read(FAMILIES["gemma3_text"], inner)
-    outer.only("tie_word_embeddings", model.tied_embeddings)
+    outer.expect("tie_word_embeddings", model.tied_embeddings)
     outer.finish()
     return model
 
@@ -84,14 +84,14 @@ def write_config(model: Architecture, prefer: str = "") -> tuple[str, dict[str, 
         differences[name] = _differences(wanted, again)
     name, fields = min(differences.items(), key=lambda item: len(item[1]))
     raise UserError(
-        f"no Hugging Face model is built like this one; the nearest, {name}, differs in {', '.join(fields)}"
+        f"no Hugging Face family can represent this model; the closest, {name}, differs in {', '.join(fields)}"
     )
 
 
 def _differences(wanted: Architecture, found: Architecture) -> list[str]:
     names = [field.name for field in dataclasses.fields(Architecture)]
     pairs = [(name, getattr(wanted, name), getattr(found, name)) for name in names]
-    return [f"{name} ({ours!r}, there {theirs!r})" for name, ours, theirs in pairs if ours != theirs]
+    return [f"{name} ({ours!r} instead of {theirs!r})" for name, ours, theirs in pairs if ours != theirs]
 
 
 def canonical(model: Architecture) -> Architecture:
@@ -126,4 +126,4 @@ def canonical(model: Architecture) -> Architecture:
         "unroll": False,
     }
     changes = {name: default[name] for name, is_used in used.items() if not is_used}
-    return dataclasses.replace(model, pattern=shortest(layer_kinds(model)), **changes)
+    return dataclasses.replace(model, pattern=shortest_pattern(layer_kinds(model)), **changes)

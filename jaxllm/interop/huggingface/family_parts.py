@@ -67,10 +67,12 @@ def gated_activation(name: str, default: str) -> Part:
         del known
         found = fields.value(name, default)
         for other in {"hidden_act", "hidden_activation"} - {name}:
-            fields.only(other, found, None)
+            fields.expect(other, found, None)
         if found not in _SILU + _GELU_TANH:
-            told = ", ".join(_SILU + _GELU_TANH)
-            raise UserError(f"{fields.where}: {name} is {found!r}, which jaxllm has no model for; it can do {told}")
+            supported = ", ".join(_SILU + _GELU_TANH)
+            raise UserError(
+                f"{fields.where}: {name} is {found!r}, which is unsupported; supported values are {supported}"
+            )
         return {"mlp": "swiglu" if found in _SILU else "geglu"}
 
     return Part(read, lambda m: {name: _SILU[0] if m.mlp == "swiglu" else _GELU_TANH[0]})
@@ -92,7 +94,7 @@ def without(*names: str) -> Part:
     def read(fields: Fields, known: Known) -> dict[str, Any]:
         del known
         for name in names:
-            fields.only(name, False, None)
+            fields.expect(name, False, None)
         return {}
 
     return Part(read, lambda m: {})
@@ -100,8 +102,8 @@ def without(*names: str) -> Part:
 
 def rope(theta: float, **more: Any) -> Part:
     """Part for rotary positions; takes the arguments of `Rope`."""
-    both = Rope(theta, **more)
-    return Part(both.read, both.write)
+    conversion = Rope(theta, **more)
+    return Part(conversion.read, conversion.write)
 
 
 def gemma(logit_softcap: float | None, attention_softcap: float | None) -> Part:
@@ -113,10 +115,10 @@ def gemma(logit_softcap: float | None, attention_softcap: float | None) -> Part:
     """
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
-        fields.only("use_bidirectional_attention", None, False)
+        fields.expect("use_bidirectional_attention", None, False)
         scalar = fields.value("query_pre_attn_scalar", 256.0)
         if attention_softcap is None:
-            fields.only("attn_logit_softcapping", None)
+            fields.expect("attn_logit_softcapping", None)
         return {
             "embedding_scale": math.sqrt(known["width"]),
             "query_scale": 0.0 if scalar == known["head_dim"] else scalar**-0.5,
@@ -136,7 +138,7 @@ def gemma(logit_softcap: float | None, attention_softcap: float | None) -> Part:
 
 def _read_mixtral(fields: Fields, known: Known) -> dict[str, Any]:
     del known
-    fields.only("router_jitter_noise", 0.0, 0, None)
+    fields.expect("router_jitter_noise", 0.0, 0, None)
     return {"experts": fields.value("num_local_experts", 8, "num_experts")}
 
 
@@ -145,8 +147,8 @@ MIXTRAL = Part(_read_mixtral, lambda m: {"num_local_experts": m.experts})
 
 def _read_qwen3_moe(fields: Fields, known: Known) -> dict[str, Any]:
     del known
-    fields.only("mlp_only_layers", None, [])
-    fields.only("decoder_sparse_step", 1)
+    fields.expect("mlp_only_layers", None, [])
+    fields.expect("decoder_sparse_step", 1)
     fields.get("intermediate_size", None)  # width of dense layers; there are none
     return {"experts": fields.value("num_experts", 128, "num_local_experts")}
 
@@ -160,12 +162,12 @@ QWEN3_MOE = Part(_read_qwen3_moe, _write_qwen3_moe)
 
 
 def _read_gpt2(fields: Fields, known: Known) -> dict[str, Any]:
-    fields.only("scale_attn_by_inverse_layer_idx", False)
-    fields.only("n_ctx", known["context_length"])  # an older name
+    fields.expect("scale_attn_by_inverse_layer_idx", False)
+    fields.expect("n_ctx", known["context_length"])  # an older name
     found = fields.value("activation_function", _GELU_TANH[1])
     if found not in _GELU_TANH:
         raise UserError(
-            f"{fields.where}: activation_function is {found!r}, which jaxllm has no model for; it can do "
+            f"{fields.where}: activation_function is {found!r}, which is unsupported; supported values are "
             f"{', '.join(_GELU_TANH)}"
         )
     return {

@@ -7,29 +7,20 @@ from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop.huggingface.config_fields import Fields
 from jaxllm.interop.huggingface.family_parts import Known, Part
+from jaxllm.interop.rules import layer_kinds, shortest_pattern
 
 # Layer types in transformers -> ours.
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
-def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Returns the shortest pattern that repeats to these layer kinds."""
-    return next(
-        tuple(kinds[:n]) for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
-    )
-
-
-def layer_kinds(model: Architecture) -> list[str]:
-    """Lists the kind of every layer."""
-    return [model.pattern[i % len(model.pattern)] for i in range(model.layers)]
-
-
 def _with_window(kinds: Sequence[str], window: int | None, where: str) -> dict[str, Any]:
-    pattern = shortest(kinds)
+    pattern = shortest_pattern(kinds)
     if "sliding" not in pattern:
         return {"pattern": pattern, "window": 0}
     if not window:
-        raise UserError(f"{where}: layers slide and sliding_window is {window!r}; use the file of one release")
+        raise UserError(
+            f"{where}: some layers use a sliding window and sliding_window is {window!r}; use the file of one release"
+        )
     return {"pattern": pattern, "window": window}
 
 
@@ -42,7 +33,7 @@ def all_slide(default: int | None) -> Part:
 
     def read(fields: Fields, known: Known) -> dict[str, Any]:
         window = fields.get("sliding_window", default)
-        fields.only("layer_types", None, [_kind_name("sliding" if window else "full")] * known["layers"])
+        fields.expect("layer_types", None, [_kind_name("sliding" if window else "full")] * known["layers"])
         return _with_window(["sliding" if window else "full"], window, fields.where)
 
     return Part(read, lambda m: {"sliding_window": m.window or None})
@@ -79,7 +70,7 @@ def upper_slide_if_used(default: int, first: int) -> Part:
         fields.get("sliding_window", None)
         begin = fields.value("max_window_layers", first)
         kinds = ["sliding" if window and i >= begin else "full" for i in range(known["layers"])]
-        return _with_window(_listed(fields, known, kinds), window, fields.where)
+        return _with_window(_listed_kinds(fields, known, kinds), window, fields.where)
 
     def write(model: Architecture) -> dict[str, Any]:
         kinds = layer_kinds(model)
@@ -106,8 +97,8 @@ def slide_but_every(n: int, window: int) -> Part:
         every = fields.value("sliding_window_pattern", n, "_sliding_window_pattern")
         kinds = ["sliding" if (i + 1) % every else "full" for i in range(known["layers"])]
         found = fields.value("sliding_window", window)
-        fields.only("sliding_window_size", found, None)  # an older name
-        return _with_window(_listed(fields, known, kinds), found, fields.where)
+        fields.expect("sliding_window_size", found, None)  # an older name
+        return _with_window(_listed_kinds(fields, known, kinds), found, fields.where)
 
     def write(model: Architecture) -> dict[str, Any]:
         return {"sliding_window": model.window, "layer_types": [_kind_name(kind) for kind in layer_kinds(model)]}
@@ -120,7 +111,7 @@ def _kind_name(kind: str) -> str:
     return next((name for name, ours in _KINDS.items() if ours == kind), kind)
 
 
-def _listed(fields: Fields, known: Known, kinds: Sequence[str]) -> Sequence[str]:
+def _listed_kinds(fields: Fields, known: Known, kinds: Sequence[str]) -> Sequence[str]:
     """Returns the layer kinds listed in the file, or `kinds` if it lists none."""
     names = fields.value("layer_types", [_kind_name(kind) for kind in kinds])
     if len(names) != known["layers"] or set(names) - set(_KINDS):
@@ -134,18 +125,20 @@ def _listed(fields: Fields, known: Known, kinds: Sequence[str]) -> Sequence[str]
 def _read_smollm3(fields: Fields, known: Known) -> dict[str, Any]:
     layers, window = known["layers"], fields.get("sliding_window", None)
     every = fields.value("no_rope_layer_interval", 4)
-    rotated = fields.value("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
-    if len(rotated) < layers:
+    rope_flags = fields.value("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
+    if len(rope_flags) < layers:
         raise UserError(
-            f"{fields.where}: no_rope_layers lists {len(rotated)} layers and num_hidden_layers is {layers}; "
+            f"{fields.where}: no_rope_layers lists {len(rope_flags)} layers and num_hidden_layers is {layers}; "
             "use the file of one release"
         )
     slides = window if fields.value("use_sliding_window", False) else None
     fields.get("max_window_layers", None)  # left over from Qwen's config files, from which these derive
-    kinds = _listed(fields, known, ["sliding" if slides and not rotated[i] else "full" for i in range(layers)])
-    if any(kind == "sliding" and not turns for kind, turns in zip(kinds, rotated, strict=False)):
-        raise UserError(f"{fields.where}: layers without positions slide, which jaxllm has no model for")
-    kinds = [kind if turns else "nope" for kind, turns in zip(kinds, rotated, strict=False)]
+    kinds = _listed_kinds(fields, known, ["sliding" if slides and not rope_flags[i] else "full" for i in range(layers)])
+    if any(kind == "sliding" and not has_rope for kind, has_rope in zip(kinds, rope_flags, strict=False)):
+        raise UserError(
+            f"{fields.where}: layers without RoPE have a sliding window, which is unsupported; use another model"
+        )
+    kinds = [kind if has_rope else "nope" for kind, has_rope in zip(kinds, rope_flags, strict=False)]
     return _with_window(kinds, slides, fields.where)
 
 

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import re
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,14 +11,16 @@ import numpy as np
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop import rules
-from jaxllm.interop.huggingface import config_file, folder_rules, folder_tokenizer
-from jaxllm.interop.huggingface.safetensors_files import TensorFiles, write
+from jaxllm.interop import text as texts
+from jaxllm.interop.huggingface import config_file, folder_rules
+from jaxllm.interop.huggingface.config_fields import read_json
+from jaxllm.interop.huggingface.safetensors_files import TensorFiles, open_tensors, write_checkpoint
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.rules import TensorMapping
+from jaxllm.interop.text import FOLDER_FILES, GENERATION, Text
 
 CONFIG = "config.json"
-GENERATION = "generation_config.json"
-_IMAGES = "gemma3"
+_MULTIMODAL = "gemma3"
 # Elements compared at a time, which bounds the size of temporary copies.
 _BLOCK = 1 << 24
 
@@ -36,68 +37,47 @@ def open_folder(path: str | pathlib.Path) -> Pretrained:
     folder = pathlib.Path(path).expanduser()
     config = read_json(folder / CONFIG)
     family, model = config_file.read_config(config, str(folder / CONFIG))
-    files = TensorFiles(folder)
-    made = _rules(model, family, files, config["model_type"] == _IMAGES, folder)
+    files = open_tensors(folder)
+    mappings = _rules(model, family, files, config["model_type"] == _MULTIMODAL, folder)
 
     def load(dtype: jax.typing.DTypeLike, shardings: Any) -> Any:
-        return rules.load(model, made, files.read, dtype, shardings)
+        return rules.load(model, mappings, files.read, dtype, shardings)
 
-    found = folder_tokenizer.read(folder, config, model.vocab_size)
-    return Pretrained(str(path), model, load, files.dtype(), family, **found)
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a JSON file that contains an object.
-
-    Raises:
-      UserError: the file cannot be read, is not JSON, or is not an object.
-    """
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); give a folder that has it") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is no table; download it again")
-    return value
+    return Pretrained(
+        str(path),
+        model,
+        load,
+        files.dtype(),
+        family,
+        text=texts.load_folder(folder, config, model.vocab_size),
+        tokenizer_files=tuple(folder / name for name in FOLDER_FILES if (folder / name).is_file()),
+    )
 
 
 def _rules(
     model: Architecture, family: str, files: TensorFiles, images: bool, folder: pathlib.Path
 ) -> list[TensorMapping]:
     names = files.entries.keys()
-    prefix, head = folder_rules.find_prefix(family, names), folder_rules.find_head(names)
-    made = folder_rules.make(model, family, prefix, head)
-    constants = f"{folder_rules.CONSTANTS}|{folder_rules.OF_IMAGES}" if images else folder_rules.CONSTANTS
-    ignored = {name for name in names if re.fullmatch(constants, name)} - {n for rule in made for n in rule.names}
+    prefix, head = folder_rules.name_prefix(family, names), folder_rules.head_name(names)
+    mappings = folder_rules.build_rules(model, family, prefix, head)
+    constants = f"{folder_rules.CONSTANTS}|{folder_rules.IMAGE_TENSORS}" if images else folder_rules.CONSTANTS
+    ignored = {name for name in names if re.fullmatch(constants, name)} - {n for rule in mappings for n in rule.names}
     if model.tied_embeddings and head in names:
-        _check_copy(files, folder_rules.embedding_name(family, prefix), head, folder)
+        _check_tied_head(files, folder_rules.embedding_name(family, prefix), head, folder)
         ignored.add(head)
-    _check_names(made, names, folder, ignored, model, head)
-    rules.check_shapes(model, made, files.shape)
-    return made
-
-
-def _check_names(
-    made: list[TensorMapping],
-    names: Collection[str],
-    folder: pathlib.Path,
-    ignored: set[str],
-    model: Architecture,
-    head: str,
-) -> None:
     try:
-        rules.check(made, names, str(folder), ignored)
+        rules.check(mappings, names, str(folder), ignored)
     except UserError as error:
-        if not model.tied_embeddings and head not in names:
-            raise UserError(
-                f"{error}; tie_word_embeddings is false, so {head} is needed; true would take the embedding for it"
-            ) from error
-        raise
+        if model.tied_embeddings or head in names:
+            raise
+        raise UserError(
+            f"{error}; tie_word_embeddings is false, so {head} is needed: set it to true to use the embedding"
+        ) from error
+    rules.check_shapes(model, mappings, lambda name: files.entries[name].shape)
+    return mappings
 
 
-def _check_copy(files: TensorFiles, embedding: str, head: str, folder: pathlib.Path) -> None:
+def _check_tied_head(files: TensorFiles, embedding: str, head: str, folder: pathlib.Path) -> None:
     """Checks that the stored head of a model with tied embeddings equals its embedding."""
     if embedding in files.entries:
         a, b = files.read(embedding), files.read(head)
@@ -107,8 +87,8 @@ def _check_copy(files: TensorFiles, embedding: str, head: str, folder: pathlib.P
         ):
             return
     raise UserError(
-        f"{folder}: tie_word_embeddings is true, and {head} is not {embedding}; set it to false in {CONFIG} if the "
-        "head is the model's own, or take it out"
+        f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set it to false in {CONFIG} to "
+        f"use the head, or remove {head}"
     )
 
 
@@ -120,8 +100,7 @@ def export(
     *,
     shard_bytes: int,
     family: str = "",
-    end_ids: tuple[int, ...] = (),
-    bos_id: int | None = None,
+    text: Text | None = None,
 ) -> str:
     """Writes a model folder that transformers can load.
 
@@ -132,22 +111,24 @@ def export(
       dtype: dtype of the tensors: float32, bfloat16 or float16.
       shard_bytes: maximum bytes of tensors per file.
       family: the family to try first.
-      end_ids: end tokens for generation.
-      bos_id: begin token for generation; None if there is none.
+      text: settings whose begin and end tokens are written; the tokenizer itself is not. None writes none.
     Returns:
       The name of the family that the model is written as.
     Raises:
       UserError: no family matches the architecture.
     """
     family, config = config_file.write_config(model, family)
-    ends: Any = end_ids[0] if len(end_ids) == 1 else list(end_ids) or None
-    tokens = {"bos_token_id": bos_id, "eos_token_id": ends}
+    text = text or Text()
+    ends: Any = text.end_ids[0] if len(text.end_ids) == 1 else list(text.end_ids) or None
+    tokens = {"bos_token_id": text.tokenizer.bos_id if text.tokenizer else None, "eos_token_id": ends}
     # Override the family's default padding token, which may be outside this model's vocabulary.
-    told = config | tokens | {"pad_token_id": None, "torch_dtype": dtype.name}
-    (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n")
+    content = config | tokens | {"pad_token_id": None, "torch_dtype": dtype.name}
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
     (folder / GENERATION).write_text(
         json.dumps({name: v for name, v in tokens.items() if v is not None}, indent=2) + "\n"
     )
-    made = folder_rules.make(model, family)
-    write(folder, rules.saved_shapes(model, made), dtype, rules.save(model, made, params), shard_bytes)
+    mappings = folder_rules.build_rules(model, family)
+    write_checkpoint(
+        folder, rules.saved_shapes(model, mappings), dtype, rules.save(model, mappings, params), shard_bytes
+    )
     return family

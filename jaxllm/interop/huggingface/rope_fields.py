@@ -48,33 +48,33 @@ class Rope:
         """
         table = _table(fields)
         base = fields.value("rope_theta", self.theta)
-        of_table = table.get(_FULL, {}) if isinstance(table.get(_FULL), dict) else table
-        if fields.get("rope_theta", None) is not None and of_table.get("rope_theta", base) != base:
+        full_table = table.get(_FULL, {}) if isinstance(table.get(_FULL), dict) else table
+        if fields.get("rope_theta", None) is not None and full_table.get("rope_theta", base) != base:
             raise UserError(
-                f"{fields.where}: rope_theta is {base!r}, and {of_table['rope_theta']!r} in the table of positions; "
+                f"{fields.where}: rope_theta is {base!r}, but {full_table['rope_theta']!r} in the RoPE table; "
                 "use the file of one release"
             )
         if self.sliding:
-            return self._read_both(fields, known, table, base)
+            return self._read_per_layer_type(fields, known, table, base)
         if _FULL in table or _SLIDING in table:
-            raise UserError(
-                f"{fields.where}: rope_parameters differ by kind of layer, which jaxllm has no model for in this family"
-            )
+            raise UserError(f"{fields.where}: rope_parameters differ by layer type, which this family does not support")
         part = fields.value("partial_rotary_factor", 1.0)
         original = fields.value("original_max_position_embeddings", self.original)
         return self._read_one(Fields(table, f"{fields.where}: rope_scaling"), known, base, part, original)
 
-    def _read_both(self, fields: Fields, known: Known, table: dict[str, Any], base: float) -> dict[str, Any]:
+    def _read_per_layer_type(self, fields: Fields, known: Known, table: dict[str, Any], base: float) -> dict[str, Any]:
         local, full, sliding = fields.value("rope_local_base_freq", self.sliding), table, {}
         if _FULL in table or _SLIDING in table:
             both = Fields(table, f"{fields.where}: rope_parameters")
             full, sliding = both.value(_FULL, {}), both.value(_SLIDING, {})
             both.finish(neutral=False)
-        told = self._read_one(Fields(sliding, f"{fields.where}: rope_parameters.{_SLIDING}"), known, local, 1.0, 0)
-        if "rope_scaling" in told:
-            raise UserError(f"{fields.where}: sliding layers have scaled positions, which jaxllm has no model for")
+        sliding_rope = self._read_one(
+            Fields(sliding, f"{fields.where}: rope_parameters.{_SLIDING}"), known, local, 1.0, 0
+        )
+        if "rope_scaling" in sliding_rope:
+            raise UserError(f"{fields.where}: sliding layers have scaled RoPE, which is unsupported; use another model")
         scaled = self._read_one(Fields(full, f"{fields.where}: rope_scaling"), known, base, 1.0, 0)
-        return scaled | {"rope_theta_sliding": told["rope_theta"]}
+        return scaled | {"rope_theta_sliding": sliding_rope["rope_theta"]}
 
     def _read_one(self, table: Fields, known: Known, theta: float, part: float, original: int) -> dict[str, Any]:
         """Reads the RoPE fields of one layer type.
@@ -92,9 +92,7 @@ class Rope:
         part = table.value("partial_rotary_factor", part)
         if part != 1.0:
             if not self.partial:
-                raise UserError(
-                    f"{table.where}: partial_rotary_factor is {part}, which jaxllm has no model for in this family"
-                )
+                raise UserError(f"{table.where}: partial_rotary_factor is {part}; it must be 1.0 for this family")
             rope["rope_dim"] = int(known["head_dim"] * part)
         if kind in ("llama3", "yarn", "longrope"):
             context = table.value("original_max_position_embeddings", known["context_length"])
@@ -112,37 +110,35 @@ class Rope:
         elif kind == "longrope":
             rope |= _longrope(table, known["context_length"] / rope["rope_original_context"])
         elif kind != "default":
-            told = ", ".join(_KINDS)
-            raise UserError(f"{table.where} is of type {kind!r}, which jaxllm has no model for; it can do {told}")
+            supported = ", ".join(_KINDS)
+            raise UserError(f"{table.where} has the unsupported type {kind!r}; supported values are {supported}")
         table.finish(neutral=False)
         return rope if kind == "default" else rope | {"rope_scaling": kind}
 
     def write(self, model: Architecture) -> dict[str, Any]:
         """Writes the fields in the spelling of transformers before release 5, which later releases also read."""
-        told: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": _written(model)}
+        values: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": _scaling_table(model)}
         if self.sliding:
-            told["rope_local_base_freq"] = model.rope_theta_sliding
+            values["rope_local_base_freq"] = model.rope_theta_sliding
         if self.partial:
-            told["partial_rotary_factor"] = model.rotated / model.head_dim
+            values["partial_rotary_factor"] = model.rotated / model.head_dim
         if self.original:
-            told["original_max_position_embeddings"] = model.rope_original_context or model.context_length
-        return told
+            values["original_max_position_embeddings"] = model.rope_original_context or model.context_length
+        return values
 
 
 def _table(fields: Fields) -> dict[str, Any]:
     """Returns the RoPE table of the file, under either name; empty if there is none."""
     old, new = fields.value("rope_scaling", {}), fields.value("rope_parameters", {})
     if old and new and old != new:
-        raise UserError(
-            f"{fields.where}: rope_scaling and rope_parameters contradict each other; use the file of one release"
-        )
+        raise UserError(f"{fields.where}: rope_scaling and rope_parameters differ; use the file of one release")
     return dict(new or old)
 
 
 def _factor(table: Fields) -> float:
     factor = table.value("factor", 0.0)
     if factor <= 0:
-        raise UserError(f"{table.where} has no factor, or one that is not positive; use the file of one release")
+        raise UserError(f"{table.where} needs a positive factor; use the file of one release")
     return factor
 
 
@@ -153,7 +149,7 @@ def _yarn(table: Fields, ratio: float) -> dict[str, Any]:
     if all(scales) and not attention:
         above, below = (0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0 for scale in scales)
         attention = above / below
-    table.only("truncate", True)
+    table.expect("truncate", True)
     return {
         "rope_factor": factor,
         "rope_beta_fast": table.value("beta_fast", 32.0),
@@ -172,7 +168,7 @@ def _longrope(table: Fields, ratio: float) -> dict[str, Any]:
     }
 
 
-def _written(model: Architecture) -> dict[str, Any] | None:
+def _scaling_table(model: Architecture) -> dict[str, Any] | None:
     kind = model.rope_scaling
     if kind == "none":
         return None

@@ -18,12 +18,12 @@ from jaxllm.errors import UserError
 from jaxllm.interop import copying
 
 INDEX = "model.safetensors.index.json"
-ALONE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 # Supported dtypes by their names in the format. Its others (integers, float8) are quantized weights.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 # The safetensors library rejects longer headers.
-_LONGEST_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,33 +38,15 @@ class Entry:
 
 
 class TensorFiles:
-    """Tensors of a checkpoint. The constructor checks every file but reads only the headers.
+    """Tensors of a checkpoint, read one at a time by name.
 
     Args:
-      folder: folder with an index and its files, or with `model.safetensors`.
-    Raises:
-      UserError: a file is missing, truncated or not in the format, or the index does not match the files.
+      entries: entry of each tensor, as returned by `read_header`.
     """
 
-    def __init__(self, folder: pathlib.Path):
-        self.entries: dict[str, Entry] = {}
-        files = _indexed(folder) if (folder / INDEX).is_file() else {_alone(folder): None}
-        for path, listed in files.items():
-            found = read_header(path)
-            if listed is not None:
-                _compare(path, listed, set(found))
-            self.entries |= found
+    def __init__(self, entries: Mapping[str, Entry]):
+        self.entries = entries
         self._maps: dict[pathlib.Path, np.memmap] = {}
-
-    @classmethod
-    def of(cls, entries: Mapping[str, Entry]) -> "TensorFiles":
-        """Creates an instance from the entries of `read_header`."""
-        made = cls.__new__(cls)
-        made.entries, made._maps = dict(entries), {}
-        return made
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.entries[name].shape
 
     def dtype(self) -> np.dtype:
         """Returns the common dtype of all floating-point tensors; float32 if they differ or are float64."""
@@ -80,12 +62,30 @@ class TensorFiles:
         entry = self.entries[name]
         if entry.dtype not in _DTYPES:
             raise UserError(
-                f"{entry.file}: {name} has dtype {entry.dtype}, which is no plain floating-point one "
-                f"({', '.join(_DTYPES)}); use a checkpoint that is not quantized"
+                f"{entry.file}: {name} has the unsupported dtype {entry.dtype}; supported values are "
+                f"{', '.join(_DTYPES)}: use a checkpoint that is not quantized"
             )
         if entry.file not in self._maps:
             self._maps[entry.file] = np.memmap(entry.file, np.uint8, mode="r")
         return np.ndarray(entry.shape, _DTYPES[entry.dtype], self._maps[entry.file], entry.begin)
+
+
+def open_tensors(folder: pathlib.Path) -> TensorFiles:
+    """Opens the checkpoint in a folder: checks every file, but reads only the headers.
+
+    Args:
+      folder: folder with an index and its files, or with `model.safetensors`.
+    Raises:
+      UserError: a file is missing, truncated or not in the format, or the index does not match the files.
+    """
+    entries: dict[str, Entry] = {}
+    files = _index_files(folder) if (folder / INDEX).is_file() else {_single_file(folder): None}
+    for path, listed in files.items():
+        found = read_header(path)
+        if listed is not None:
+            _check_index(path, listed, set(found))
+        entries |= found
+    return TensorFiles(entries)
 
 
 def read_header(path: pathlib.Path) -> dict[str, Entry]:
@@ -98,76 +98,78 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise UserError(
-                    f"{path} is cut off in its header, or no safetensors file ({size:,} bytes); download it again"
+                    f"{path} has a truncated header or is not a safetensors file ({size:,} bytes); download it again"
                 )
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         entries = {
             name: Entry(
                 path,
-                str(told["dtype"]),
-                tuple(int(n) for n in told["shape"]),
-                *(8 + length + int(offset) for offset in told["data_offsets"]),
+                str(fields["dtype"]),
+                tuple(int(n) for n in fields["shape"]),
+                *(8 + length + int(offset) for offset in fields["data_offsets"]),
             )
-            for name, told in header.items()
+            for name, fields in header.items()
         }
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); download it again") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} has a header that is not of safetensors; download it again") from error
+        raise UserError(f"{path} has an invalid safetensors header; download it again") from error
     for name, entry in entries.items():
         if entry.end > size:
             raise UserError(
-                f"{path} is cut off: {name} ends at byte {entry.end:,} and the file has {size:,}; download it again"
+                f"{path} is truncated: {name} ends at byte {entry.end:,} and the file has {size:,}; download it again"
             )
         dtype = _DTYPES.get(entry.dtype)
         wanted = None if dtype is None else int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         if entry.begin > entry.end or wanted not in (None, entry.end - entry.begin):
             raise UserError(
-                f"{path}: {name} {entry.dtype}{list(entry.shape)} has {entry.end - entry.begin:,} bytes in place of "
+                f"{path}: {name} {entry.dtype}{list(entry.shape)} has {entry.end - entry.begin:,} bytes instead of "
                 f"{wanted:,}; download it again"
             )
     return entries
 
 
-def _alone(folder: pathlib.Path) -> pathlib.Path:
-    path = folder / ALONE
+def _single_file(folder: pathlib.Path) -> pathlib.Path:
+    path = folder / SINGLE_FILE
     if not path.is_file():
         others = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
         has = f"; it has {', '.join(others[:3])}{' …' if len(others) > 3 else ''}" if others else ""
-        raise UserError(f"{folder} has no {ALONE} and no {INDEX}{has}; give a folder of safetensors, with its index")
+        raise UserError(
+            f"{folder} has no {SINGLE_FILE} and no {INDEX}{has}; use a folder with safetensors files and their index"
+        )
     return path
 
 
-def _indexed(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
+def _index_files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
     """Maps each file to the tensors that the index assigns to it."""
     try:
-        placed = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+        weight_map = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
         files: dict[pathlib.Path, set[str] | None] = {}
-        for name, file in placed.items():
+        for name, file in weight_map.items():
             files.setdefault(folder / file, set()).add(name)  # type: ignore[union-attr]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder / INDEX} is not an index of safetensors files; download it again") from error
+        raise UserError(f"{folder / INDEX} is not a valid index of safetensors files; download it again") from error
     for path, names in files.items():
         if not path.is_file():
             assert names
             raise UserError(
-                f"{path} is missing, in which {INDEX} has {len(names)} tensors, {min(names)} among them; download it"
+                f"{path} not found; {INDEX} lists {len(names)} tensors in it, including {min(names)}: download it"
             )
     return files
 
 
-def _compare(path: pathlib.Path, listed: set[str], found: set[str]) -> None:
-    gone, more = sorted(listed - found), sorted(found - listed)
-    if gone or more:
-        parts = [f"{INDEX} has {', '.join(gone)} in it, and it has not"] * bool(gone)
-        parts += [f"it has {', '.join(more)}, and {INDEX} not"] * bool(more)
+def _check_index(path: pathlib.Path, listed: set[str], found: set[str]) -> None:
+    missing, unexpected = sorted(listed - found), sorted(found - listed)
+    if missing or unexpected:
+        parts = [f"{', '.join(missing)} not found, although listed in {INDEX}"] * bool(missing)
+        parts += [f"{', '.join(unexpected)} not listed in {INDEX}"] * bool(unexpected)
         raise UserError(f"{path}: {'; '.join(parts)}; use the index and the files of one release")
 
 
-def write(
+def write_checkpoint(
     folder: pathlib.Path,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
@@ -184,16 +186,18 @@ def write(
       shard_bytes: maximum bytes of tensor data per file; a larger tensor gets a file of its own.
     """
     shards = _shards({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, shard_bytes)
-    alone = len(shards) == 1
-    files = [ALONE if alone else f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    coming = iter(tensors)
+    single = len(shards) == 1
+    files = [
+        SINGLE_FILE if single else f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)
+    ]
+    remaining = iter(tensors)
     for file, names in zip(files, shards, strict=True):
-        write_file(folder / file, {name: shapes[name] for name in names}, dtype, coming)
-    assert next(coming, None) is None, "more tensors than shapes"
-    if not alone:
-        placed = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        write_file(folder / file, {name: shapes[name] for name in names}, dtype, remaining)
+    assert next(remaining, None) is None, "more tensors than shapes"
+    if not single:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -232,6 +236,6 @@ def write_file(
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            given, numbers = next(tensors)
-            assert (given, numbers.shape) == (name, shape), (given, numbers.shape, name, shape)
-            file.write(copying.contiguous(numbers, dtype).reshape(-1).view(np.uint8).data)
+            yielded, tensor = next(tensors)
+            assert (yielded, tensor.shape) == (name, shape), (yielded, tensor.shape, name, shape)
+            file.write(copying.as_contiguous(tensor, dtype).reshape(-1).view(np.uint8).data)

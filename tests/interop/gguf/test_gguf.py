@@ -13,9 +13,9 @@ from gguf_models import FAMILIES, LLAMA, random_params
 from jaxllm import architectures
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
-from jaxllm.interop.gguf import families, metadata, rope
 from jaxllm.interop.gguf import file as gguf_file
 from jaxllm.interop.gguf import keys as gguf_keys
+from jaxllm.interop.gguf import metadata, rope
 from jaxllm.interop.gguf import model as gguf
 
 
@@ -30,7 +30,7 @@ def test_every_family_comes_back_to_the_bit(name, tmp_path):
     assert opened.family == family
     for field in dataclasses.fields(Architecture):
         ours, theirs = getattr(model, field.name), getattr(opened.model, field.name)
-        if field.name in families.NOT_STORED:
+        if field.name in metadata.NOT_STORED:
             continue
         assert ours == theirs or gguf_keys._equivalent(model, opened.model, field.name), (field.name, ours, theirs)
     assert_equal_trees(opened.load(jnp.float32), params)
@@ -113,7 +113,7 @@ def test_query_and_key_rows_are_put_back_with_their_own_head_counts(family, tmp_
 
 def test_a_reader_that_permutes_the_wrong_family_is_caught(tmp_path, monkeypatch):
     params = write(tmp_path / "m.gguf", GROUPED)
-    monkeypatch.setattr(families, "_PERMUTED", ("llama", "qwen2"))
+    monkeypatch.setattr(metadata, "_PERMUTED", ("llama", "qwen2"))
     again = gguf.open_file(tmp_path / "m.gguf").load(jnp.float32)
     with pytest.raises(AssertionError, match=r"\['k'\]"):
         assert_equal_trees(again, params)
@@ -129,7 +129,7 @@ def test_the_header_is_read_as_the_library_reads_it(tmp_path):
         assert ours == value or np.float32(ours) == value, name
     for tensor in reader.tensors:
         np.testing.assert_array_equal(tensor.data, file.read(tensor.name))
-    assert file.metadata.need("gemma3.attention.layer_norm_rms_epsilon", float) == 1e-5  # as written, not as rounded
+    assert file.metadata.require("gemma3.attention.layer_norm_rms_epsilon", float) == 1e-5  # as written, not as rounded
 
 
 def test_a_model_in_several_files(tmp_path):
@@ -142,7 +142,7 @@ def test_a_model_in_several_files(tmp_path):
         keys = {"split.count": 2, "split.no": number - 1, "split.tensors.count": len(names)}
         rewritten(tmp_path / "m.gguf", tmp_path / f"x-{number:05d}-of-00002.gguf", keys, drop)
     assert_equal_trees(gguf.open_file(tmp_path / "x-00001-of-00002.gguf").load(jnp.float32), params)
-    with pytest.raises(UserError, match="is one of 2 files; give the first"):
+    with pytest.raises(UserError, match="is one of 2 files; give the first one"):
         gguf.open_file(tmp_path / "x-00002-of-00002.gguf")
     (tmp_path / "x-00002-of-00002.gguf").unlink()
     with pytest.raises(UserError, match=r"x-00002-of-00002.gguf: no such file"):
@@ -150,10 +150,10 @@ def test_a_model_in_several_files(tmp_path):
 
 
 def test_metadata_of_the_published_names_is_read_without_a_model():
-    """Runs `describe` on shapes alone at the size of a 70B model."""
+    """Runs `parse_metadata` on shapes alone at the size of a 70B model."""
     model = architectures.ARCHITECTURES["llama3.1-70b"]
-    keys = gguf_keys.values(model, "llama") | {"general.architecture": "llama"}
-    constants = rope.constants(model)
+    keys = gguf_keys.architecture_keys(model, "llama") | {"general.architecture": "llama"}
+    constants = rope.constant_tensors(model)
     shapes = {"token_embd.weight": (model.vocab_size, model.width), "output.weight": (), "rope_freqs.weight": (64,)}
-    described = metadata.describe(gguf_file.Metadata(keys, "x"), shapes, constants.__getitem__)
-    assert dataclasses.replace(described.model, init_std=model.init_std) == model
+    parsed = metadata.parse_metadata(gguf_file.Metadata(keys, "x"), shapes, constants.__getitem__)
+    assert dataclasses.replace(parsed.model, init_std=model.init_std) == model

@@ -14,18 +14,18 @@ from jaxllm.interop.gguf import model as gguf
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"general.type": "adapter"}, "holds a adapter"),
+        ({"general.type": "adapter"}, "general.type is 'adapter'"),
         ({"llama.block_count": None}, "has no llama.block_count"),
         ({"llama.block_count": "two"}, "not of type int"),
-        ({"llama.attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv, of which this reader knows nothing"),
-        ({"llama.attention.value_length": 4}, "value_length is 4, and only 8"),
-        ({"llama.vocab_size": 63}, "vocab_size is 63, and only 64"),
+        ({"llama.attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv, which jaxllm does not support"),
+        ({"llama.attention.value_length": 4}, "value_length is 4; it must be 8"),
+        ({"llama.vocab_size": 63}, "vocab_size is 63; it must be 64"),
         ({"llama.attention.causal": False}, "attention.causal is False"),
         ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type is 'dynamic'"),
         ({"llama.expert_gating_func": 2}, "expert_gating_func is 2"),
         ({"llama.attention.sliding_window": 4, "llama.attention.sliding_window_pattern": [True]}, "has 1 layers of 2"),
         ({"split.count": "two"}, "split.count is 'two', not of type int"),
-        ({"tokenizer.ggml.model": "bert"}, "of kind 'bert'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
     ],
 )
 def test_keys_that_cannot_be_used_stop_the_import(keys, words, tmp_path):
@@ -38,7 +38,7 @@ def test_keys_that_cannot_be_used_stop_the_import(keys, words, tmp_path):
 
 def test_an_unknown_family_is_named(tmp_path):
     path = rewritten(write_plain(tmp_path), tmp_path / "m.gguf", arch="mamba")
-    with pytest.raises(UserError, match="is a mamba model, which is not read; those that are: llama, qwen2"):
+    with pytest.raises(UserError, match="is 'mamba', which is unsupported; supported values are llama, qwen2"):
         gguf.open_file(path)
 
 
@@ -67,7 +67,7 @@ def test_damaged_files_are_told_before_anything_is_read(tmp_path):
     whole = write_plain(tmp_path).read_bytes()
     path = tmp_path / "m.gguf"
     cases = {"is not a GGUF file": b"GGML" + whole[4:], "GGUF big-endian": whole[:4] + struct.pack(">I", 3) + whole[8:]}
-    cases |= {"cut short": whole[:-64], "is cut short or damaged": whole[:300], "not a GGUF": b""}
+    cases |= {"is truncated or occurs twice": whole[:-64], "is truncated or damaged": whole[:300], "not a GGUF": b""}
     cases["GGUF version 1"] = whole[:4] + struct.pack("<I", 1) + whole[8:]
     for words, content in cases.items():
         path.write_bytes(content)

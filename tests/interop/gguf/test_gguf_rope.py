@@ -22,21 +22,21 @@ def test_factors_of_llama_3_stand_for_their_numbers(tmp_path):
     np.testing.assert_allclose(multipliers[18:], 0.03125)
     opened = gguf.open_file(tmp_path / "m.gguf").model
     assert opened.rope_scaling == "llama3"
-    assert rope.same(opened, LLAMA3)
+    assert rope.equivalent(opened, LLAMA3)
     # Older converters did not write the original context length; the value of the releases is recovered.
     other = rewritten(tmp_path / "m.gguf", tmp_path / "o.gguf", {"llama.rope.scaling.original_context_length": None})
     assert gguf.open_file(other).model == opened
     for change in ({"rope_low_freq_factor": 2.0}, {"rope_factor": 8.0}, {"rope_original_context": 4096}):
-        assert not rope.same(dataclasses.replace(opened, **change), LLAMA3)
+        assert not rope.equivalent(dataclasses.replace(opened, **change), LLAMA3)
 
 
 def test_other_factors_are_solved_or_refused(tmp_path):
     odd = dataclasses.replace(LLAMA3, rope_low_freq_factor=1.5, rope_high_freq_factor=6.0, rope_original_context=16384)
     write(tmp_path / "odd.gguf", odd)
-    assert rope.same(gguf.open_file(tmp_path / "odd.gguf").model, odd)
+    assert rope.equivalent(gguf.open_file(tmp_path / "odd.gguf").model, odd)
     factors = np.linspace(1, 9, 32).astype(np.float32)
     path = rewritten(tmp_path / "odd.gguf", tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
-    with pytest.raises(UserError, match=r"rope_freqs.weight is not a scaling like Llama 3.1's"):
+    with pytest.raises(UserError, match=r"rope_freqs.weight does not match Llama 3.1's RoPE scaling"):
         gguf.open_file(path)
     path = rewritten(tmp_path / "odd.gguf", tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors[:5]})
     with pytest.raises(UserError, match=r"5 factors for head_dim 64"):

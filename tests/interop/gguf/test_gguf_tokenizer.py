@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxllm.errors import UserError
-from jaxllm.interop.byte_runs import byte_alphabet
+from jaxllm.interop.byte_level import byte_alphabet
 from jaxllm.interop.gguf import splitting, vocabulary
 from jaxllm.interop.gguf import tokenizer as gguf_tokenizer
 from jaxllm.interop.gguf.file import Metadata
@@ -64,10 +64,10 @@ RELEASED = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_byte_level_tokenizer_goes_there_and_back(name, tmp_path):
     ours = trained(tmp_path / "tokenizer.json", *RELEASED[name])
-    values = vocabulary.values(ours, 512, {"bos_token": "<|endoftext|>"})
+    values = vocabulary.tokenizer_keys(ours, 512, {"bos_token": "<|endoftext|>"})
     assert values["tokenizer.ggml.pre"] == name
     assert len(values["tokenizer.ggml.tokens"]) == 512
-    again = gguf_tokenizer.read(Metadata(values, "m.gguf"))
+    again = gguf_tokenizer.read_tokenizer(Metadata(values, "m.gguf"))
     for text in (MIXED, "a <|im_end|><tool> b", "   x", "\n"):
         for special in (False, True):
             assert again.encode(text, special).tolist() == ours.encode(text, special).tolist()
@@ -75,10 +75,10 @@ def test_a_byte_level_tokenizer_goes_there_and_back(name, tmp_path):
     assert again.bos_id is None
     assert set(again.end_ids) == set(ours.end_ids)
     assert again.end_ids[0] == ours.end_ids[0]
-    assert gguf_tokenizer.special_names(Metadata(values, ""))["bos_token"] == "<|endoftext|>"
+    assert gguf_tokenizer.special_tokens(Metadata(values, ""))["bos_token"] == "<|endoftext|>"
     # Another pre-tokenizer name splits the text differently, into more tokens, without an error: the ids must differ.
     wrong = "llama-bpe" if name in ("gpt-2", "smollm") else "gpt-2"
-    other = gguf_tokenizer.read(Metadata(values | {"tokenizer.ggml.pre": wrong}, "m.gguf"))
+    other = gguf_tokenizer.read_tokenizer(Metadata(values | {"tokenizer.ggml.pre": wrong}, "m.gguf"))
     assert other.encode(MIXED).tolist() != ours.encode(MIXED).tolist()
 
 
@@ -108,16 +108,16 @@ def test_each_name_splits_words_in_its_way(name, text, words):
 def _pre(name):
     tokens = [*byte_alphabet(), "ab"]
     values = {"model": "gpt2", "pre": name, "tokens": tokens, "merges": ["a b"], "bos_token_id": 0, "eos_token_id": 0}
-    return gguf_tokenizer.read(metadata(values))._special.pre_tokenizer
+    return gguf_tokenizer.read_tokenizer(metadata(values))._special.pre_tokenizer
 
 
 def test_every_name_is_known_by_its_group():
     for name, way in BY_NAME.items():
-        written = splitting.name_of(way.to_json(), way.whole_words)
+        written = splitting.gguf_name(way.to_json(), way.whole_words)
         assert BY_NAME[written].expressions == way.expressions, name
-    assert splitting.name_of({"type": "Whitespace"}, False) is None
-    assert splitting.name_of({"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}, False) is None
-    assert splitting.name_of({"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}]}, False) is None
+    assert splitting.gguf_name({"type": "Whitespace"}, False) is None
+    assert splitting.gguf_name({"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}, False) is None
+    assert splitting.gguf_name({"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}]}, False) is None
 
 
 BYTES = {
@@ -135,15 +135,15 @@ BYTES = {
     ("changes", "words"),
     [
         ({"pre": None}, "m.gguf has no tokenizer.ggml.pre: words would be split wrongly"),
-        ({"pre": "llama-bpee"}, "tokenizer.ggml.pre = 'llama-bpee', which is not known"),
+        ({"pre": "llama-bpee"}, "the unsupported tokenizer.ggml.pre 'llama-bpee'"),
         ({"pre": ""}, "no tokenizer.ggml.pre"),
-        ({"model": "t5"}, "of kind 't5', which is not read"),
-        ({"model": "rwkv"}, "of kind 'rwkv', which is not read"),
+        ({"model": "t5"}, "tokenizer.ggml.model is 't5', which is unsupported"),
+        ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv', which is unsupported"),
         ({"merges": None}, "has no tokenizer.ggml.merges"),
         ({"token_type": [NORMAL]}, "has 1 token types for 259 tokens"),
         ({"tokens": [*BYTES["tokens"][:-1], "ab"]}, "or one twice"),
-        ({"normalizer.lowercase": True}, "tokenizer.ggml.normalizer.lowercase, of which this reader knows nothing"),
-        ({"add_bos_token": True, "bos_token_id": None}, "wants a begin token and has no"),
+        ({"normalizer.lowercase": True}, "tokenizer.ggml.normalizer.lowercase, which jaxllm does not support"),
+        ({"add_bos_token": True, "bos_token_id": None}, "adds a begin token but has no"),
         ({"model": "llama"}, "has no tokenizer.ggml.scores"),
         ({"model": "llama", "scores": [0.0]}, "has 1 scores for 259 tokens"),
         ({"add_bos_token": "yes"}, "not of type bool"),
@@ -151,10 +151,10 @@ BYTES = {
 )
 def test_a_tokenizer_that_is_not_known_stops_the_import(changes, words):
     with pytest.raises(UserError) as caught:
-        gguf_tokenizer.read(metadata(BYTES | changes))
+        gguf_tokenizer.read_tokenizer(metadata(BYTES | changes))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-    gguf_tokenizer.read(metadata(BYTES))
+    gguf_tokenizer.read_tokenizer(metadata(BYTES))
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def test_a_tokenizer_that_is_not_known_stops_the_import(changes, words):
     ],
 )
 def test_who_begins_a_document(changes, begin):
-    assert gguf_tokenizer.read(metadata(BYTES | changes)).bos_id == begin
+    assert gguf_tokenizer.read_tokenizer(metadata(BYTES | changes)).bos_id == begin
 
 
 def test_ends_are_those_of_the_keys_then_those_known_by_name():
     tokens = [*BYTES["tokens"], "<|im_end|>", "<stop>", "<|eot_id|>"]
     types = [*BYTES["token_type"], CONTROL, CONTROL, NORMAL]
     values = BYTES | {"tokens": tokens, "token_type": types, "eot_token_id": 260}
-    tokenizer = gguf_tokenizer.read(metadata(values))
+    tokenizer = gguf_tokenizer.read_tokenizer(metadata(values))
     assert tokenizer.end_ids == (258, 260, 259)  # an id whose token is not marked as special is not an end id
     assert tokenizer.encode("ab<stop>").tolist()[0] == 256
     assert 260 not in tokenizer.encode("ab<stop>").tolist()
@@ -230,7 +230,7 @@ _READ = {}
 
 def _cached(seed, prefix):
     if (seed, prefix) not in _READ:
-        _READ[seed, prefix] = gguf_tokenizer.read(metadata(sentencepiece(seed, add_space_prefix=prefix)))
+        _READ[seed, prefix] = gguf_tokenizer.read_tokenizer(metadata(sentencepiece(seed, add_space_prefix=prefix)))
     return _READ[seed, prefix]
 
 
@@ -238,14 +238,14 @@ def test_scores_decide_the_pieces():
     """Scores determine the merges: reversed scores, as a planted fault, give other ids for these texts."""
     texts = ["abcdea abcde", "deabcd", "abc bcd dea"]
     values = sentencepiece(1)
-    ours = gguf_tokenizer.read(metadata(values))
-    worst = gguf_tokenizer.read(metadata(values | {"scores": [-score for score in values["scores"]]}))
+    ours = gguf_tokenizer.read_tokenizer(metadata(values))
+    worst = gguf_tokenizer.read_tokenizer(metadata(values | {"scores": [-score for score in values["scores"]]}))
     assert [ours.encode(t).tolist() for t in texts] == [by_the_definition(values, t) for t in texts]
     assert [worst.encode(t).tolist() for t in texts] != [by_the_definition(values, t) for t in texts]
 
 
 def test_tokens_of_a_sentencepiece_file():
-    ours = gguf_tokenizer.read(metadata(sentencepiece()))
+    ours = gguf_tokenizer.read_tokenizer(metadata(sentencepiece()))
     assert (ours.bos_id, ours.end_ids, ours.drops_leading_space) == (1, (2,), True)
     user = ours.encode("a<user>b").tolist()
     assert ours.decode(user) == "a<user> b"  # text after such a token starts with a space again, as in llama.cpp
@@ -258,12 +258,12 @@ def test_tokens_of_a_sentencepiece_file():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sentencepiece_tokenizer_goes_there_and_back(seed, tmp_path):
-    ours = gguf_tokenizer.read(metadata(sentencepiece(seed)))
+    ours = gguf_tokenizer.read_tokenizer(metadata(sentencepiece(seed)))
     (tmp_path / "tokenizer.json").write_text(ours.to_json())
     folder = FileTokenizer(tmp_path / "tokenizer.json")
-    values = vocabulary.values(folder, 290, {})
+    values = vocabulary.tokenizer_keys(folder, 290, {})
     assert values["tokenizer.ggml.model"] == "llama"
-    again = gguf_tokenizer.read(Metadata(values, "m.gguf"))
+    again = gguf_tokenizer.read_tokenizer(Metadata(values, "m.gguf"))
     for text in ("abc  bcd<user>deab 日é", "", " ", "    a\n", MIXED):
         assert again.encode(text).tolist() == folder.encode(text).tolist() == ours.encode(text).tolist()
     assert (again.bos_id, again.end_ids) == (1, (2,))
@@ -274,10 +274,10 @@ def test_what_gguf_has_no_words_for_is_refused(tmp_path):
     lower.pre_tokenizer, lower.decoder = GPT2, decoders.ByteLevel()
     lower.normalizer = normalizers.Lowercase()
     with pytest.raises(UserError, match="has a normalizer"):
-        vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
+        vocabulary.tokenizer_keys(JsonTokenizer(lower.to_str(), "x"), 300, {})
     lower.normalizer = normalizers.NFC()
-    vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
+    vocabulary.tokenizer_keys(JsonTokenizer(lower.to_str(), "x"), 300, {})
     lower.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), GPT2])
-    with pytest.raises(UserError, match="splits words in a way that has no name in GGUF"):
-        vocabulary.values(JsonTokenizer(lower.to_str(), "x"), 300, {})
-    assert vocabulary.values(None, 300, {}) == {"tokenizer.ggml.model": "none"}
+    with pytest.raises(UserError, match="has a pre-tokenizer without a name in GGUF"):
+        vocabulary.tokenizer_keys(JsonTokenizer(lower.to_str(), "x"), 300, {})
+    assert vocabulary.tokenizer_keys(None, 300, {}) == {"tokenizer.ggml.model": "none"}

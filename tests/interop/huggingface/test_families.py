@@ -214,11 +214,11 @@ def test_longrope_and_partial_rotation():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "mrope"}}, "of type 'mrope'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "the unsupported type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "the unsupported type 'mrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs a positive factor"),
         ({"rope_scaling": LLAMA32["rope_scaling"] | {"mystery": 1}}, "mystery = 1"),
-        ({"rope_parameters": {"rope_type": "default"}}, "contradict each other"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_scaling and rope_parameters differ"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are quantized (quant_method 'gptq')"),
@@ -257,7 +257,7 @@ def test_what_there_is_no_model_for_is_refused_by_name(changes, words):
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "linear_attention"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers lists 1 layers"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
-        ({"model_type": "gemma3", "text_config": {"mystery": 1}}, "text_config has fields"),
+        ({"model_type": "gemma3", "text_config": {"mystery": 1}}, "text_config has unsupported fields"),
         ({"model_type": "gemma3", "mystery": 1}, "mystery = 1"),
     ],
 )
@@ -269,7 +269,7 @@ def test_what_a_family_cannot_do(values, words):
 
 def test_a_model_that_no_family_has_is_told_by_its_nearest():
     model = dataclasses.replace(ARCHITECTURES["llama3-8b"], logit_softcap=5.0)
-    with pytest.raises(UserError, match=r"the nearest, llama, differs in logit_softcap \(5\.0, there 0\.0\)"):
+    with pytest.raises(UserError, match=r"the closest, llama, differs in logit_softcap \(5\.0 instead of 0\.0\)"):
         write_config(model)
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from jaxllm.errors import UserError
 from jaxllm.interop import text as texts
-from jaxllm.interop.huggingface import folder_tokenizer
 from jaxllm.interop.huggingface import model as huggingface
 
 MODEL = folders.FAMILIES["llama"]
@@ -23,7 +22,7 @@ def folder(tmp_path):
 
 
 def read(folder, vocab_size=300, config=None):
-    return folder_tokenizer.read(folder, config or {}, vocab_size)
+    return texts.load_folder(folder, config or {}, vocab_size)
 
 
 NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
@@ -43,7 +42,7 @@ NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": 
 def test_chat_templates_of_releases(folder, files, template):
     for name, content in files.items():
         (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    assert read(folder)["chat_template"] == template
+    assert read(folder).chat_template == template
 
 
 @pytest.mark.parametrize(
@@ -54,9 +53,9 @@ def test_chat_templates_of_releases(folder, files, template):
             b'{"chat_template": [{"name": "rag", "template": "R"}]}',
             "the chat templates rag, and",
         ),
-        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is 3, no text"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is 3, not a string"),
         ("tokenizer_config.json", b'{"add_bos_token": tr', "tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", b"[]", "tokenizer_config.json is no table"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json must contain a JSON object"),
         ("special_tokens_map.json", b"{", "special_tokens_map.json is not JSON"),
         ("generation_config.json", b"{", "generation_config.json is not JSON"),
         ("generation_config.json", b'{"eos_token_id": "2"}', "eos_token_id is '2'"),
@@ -74,10 +73,10 @@ def test_what_cannot_be_read_is_told_and_not_left_out(folder, name, content, wor
 
 def test_end_ids_are_those_of_generation_before_those_of_the_model(folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 258, 5000]}')
-    assert read(folder, config={"eos_token_id": 9})["end_ids"] == (7, 258)
+    assert read(folder, config={"eos_token_id": 9}).end_ids == (7, 258)
     (folder / "generation_config.json").unlink()
-    assert read(folder, config={"eos_token_id": 9})["end_ids"] == (9, 258)
-    assert read(folder, config={"text_config": {"eos_token_id": [3, 4]}})["end_ids"] == (3, 4, 258)
+    assert read(folder, config={"eos_token_id": 9}).end_ids == (9, 258)
+    assert read(folder, config={"text_config": {"eos_token_id": [3, 4]}}).end_ids == (3, 4, 258)
 
 
 def test_numbers_of_64_bits_become_what_a_model_computes_with(tmp_path):

@@ -12,9 +12,9 @@ from huggingface_hub import errors
 
 from jaxllm.errors import UserError
 from jaxllm.interop import opening
-from jaxllm.interop.huggingface import config_file, hub, safetensors_files
-from jaxllm.interop.huggingface import model as huggingface
-from jaxllm.interop.huggingface.safetensors_files import ALONE, INDEX, TensorFiles
+from jaxllm.interop import text as texts
+from jaxllm.interop.huggingface import config_file, safetensors_files
+from jaxllm.interop.huggingface.safetensors_files import INDEX, SINGLE_FILE, open_tensors
 from jaxllm.interop.opening import open_model
 
 FAMILY = "llama"
@@ -30,13 +30,13 @@ def equal(a, b):
 
 def rewrite(folder, change):
     """Applies `change` to the tensors of a folder."""
-    files = TensorFiles(folder)
+    files = open_tensors(folder)
     tensors = {name: np.array(files.read(name)) for name in files.entries}
     dtype = files.dtype()
     change(tensors)
-    (folder / ALONE).unlink()
+    (folder / SINGLE_FILE).unlink()
     shapes = {name: x.shape for name, x in tensors.items()}
-    safetensors_files.write(folder, shapes, dtype, tensors.items(), 1 << 40)
+    safetensors_files.write_checkpoint(folder, shapes, dtype, tensors.items(), 1 << 40)
 
 
 @pytest.mark.parametrize("family", sorted(folders.FAMILIES))
@@ -48,7 +48,7 @@ def test_folder_and_back(tmp_path, family, shard_bytes, dtype):
     folder = folders.write(tmp_path / "m", model, tree, family, shard_bytes)
     assert (folder / INDEX).is_file() == (shard_bytes == 5000)
     opened = open_model(str(folder))
-    assert (opened.family, opened.stored, opened.end_ids) == (family, dtype, (1, 2))
+    assert (opened.family, opened.stored, opened.text.end_ids) == (family, dtype, (1, 2))
     assert config_file.canonical(opened.model) == config_file.canonical(model)
     found = opened.load(dtype)
     if opened.model.pattern == model.pattern:
@@ -113,7 +113,7 @@ def test_the_language_model_in_a_model_of_images(tmp_path, prefixes):
     rewrite(folder, change)
     opened = open_model(str(folder))
     assert equal(opened.load(ml_dtypes.bfloat16), tree)
-    assert opened.end_ids == (1, 5)
+    assert opened.text.end_ids == (1, 5)
     (folder / "config.json").write_text(json.dumps(text))
     with pytest.raises(UserError, match="2 unexpected"):  # vision tensors in a text-only model
         open_model(str(folder))
@@ -144,7 +144,7 @@ def test_heads_that_are_as_the_flag_says(tmp_path, tied, head):
 @pytest.mark.parametrize(
     ("tied", "head", "words"),
     [
-        (True, "different", "tie_word_embeddings is true, and lm_head.weight is not model.embed_tokens.weight"),
+        (True, "different", "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"),
         (False, "absent", "1 missing: lm_head.weight"),
     ],
 )
@@ -168,7 +168,7 @@ def test_norms_with_nowhere_to_go_and_norms_that_are_gone(tmp_path):
 def test_a_shape_that_the_configuration_does_not_make(tmp_path):
     folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
     folders.change_config(folder, head_dim=8)
-    with pytest.raises(UserError, match=r"k_proj\.weight \[20, 32\]: the configuration makes attn\.k \[32, 2, 8\]"):
+    with pytest.raises(UserError, match=r"k_proj\.weight \[20, 32\] cannot be loaded into attn\.k \[32, 2, 8\]"):
         open_model(str(folder))
 
 
@@ -188,36 +188,36 @@ def test_what_a_folder_says_of_text(tmp_path):
     )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 99]}))
     opened = open_model(str(folder))
-    assert opened.tokenizer.bos_id == 2
-    assert opened.special == {"bos_token": "<s>", "eos_token": "<end>"}
-    assert opened.chat_template == "{{ messages }}"
-    assert opened.end_ids == (3, 4), "those of generation that are in the vocabulary, then the end of a turn"
+    assert opened.text.tokenizer.bos_id == 2
+    assert opened.text.special == {"bos_token": "<s>", "eos_token": "<end>"}
+    assert opened.text.chat_template == "{{ messages }}"
+    assert opened.text.end_ids == (3, 4), "those of generation that are in the vocabulary, then the end of a turn"
     assert [path.name for path in opened.tokenizer_files] == ["tokenizer.json", "tokenizer_config.json"]
     (folder / "chat_template.jinja").write_text("{{ 1 }}")
     with_tokenizer(folder, bos_token="<s>", chat_template=[{"name": "default", "template": "x"}])
     (folder / "generation_config.json").unlink()
     folders.change_config(folder, eos_token_id=3)
     opened = open_model(str(folder))
-    assert opened.tokenizer.bos_id is None
-    assert (opened.chat_template, opened.end_ids) == ("{{ 1 }}", (3,))
+    assert opened.text.tokenizer.bos_id is None
+    assert (opened.text.chat_template, opened.text.end_ids) == ("{{ 1 }}", (3,))
     (folder / "chat_template.jinja").unlink()
-    assert open_model(str(folder)).chat_template == "x"
+    assert open_model(str(folder)).text.chat_template == "x"
 
 
 def test_tokens_without_text_beyond_the_vocabulary_do_not_matter(tmp_path):
     folder = folders.write(tmp_path / "m", MODEL, folders.random_tree(MODEL), FAMILY)
     with_tokenizer(folder)
-    assert huggingface.folder_tokenizer.read(folder, {}, 4)["tokenizer"].vocab_size == 4
-    assert huggingface.folder_tokenizer.read(folder, {}, 1)["tokenizer"].vocab_size == 5, "b is text"
+    assert texts.load_folder(folder, {}, 4).tokenizer.vocab_size == 4
+    assert texts.load_folder(folder, {}, 1).tokenizer.vocab_size == 5, "b is text"
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("{tmp}", "is not the workdir of a training run"),
-        ("{tmp}/file.txt", "is a file, and no .gguf"),
-        ("{tmp}/nowhere.gguf", "is not here"),
-        ("no such thing", "is not here"),
+        ("{tmp}", "is neither the workdir of a training run"),
+        ("{tmp}/file.txt", "is not a .gguf file"),
+        ("{tmp}/nowhere.gguf", "not found"),
+        ("no such thing", "not found"),
     ],
 )
 def test_what_is_no_model(tmp_path, spec, words):
@@ -231,11 +231,11 @@ def test_without_a_network_one_line_tells(monkeypatch):
     def fails(name, allow_patterns):
         raise errors.LocalEntryNotFoundError("Got: ConnectError: no name service\nmore")
 
-    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", fails)
+    monkeypatch.setattr(opening.huggingface_hub, "snapshot_download", fails)
     with pytest.raises(UserError) as caught:
         open_model("org/name")
     told = str(caught.value)
-    assert told.startswith("org/name is no folder here, and the Hugging Face hub cannot be reached")
+    assert told.startswith("org/name is not a local folder, and the Hugging Face hub cannot be reached")
     assert "give a local folder" in told
     assert "\n" not in told
 
@@ -249,7 +249,7 @@ def test_the_hub_is_asked_for_what_is_needed(tmp_path, monkeypatch):
         asked.append((name, allow_patterns))
         return str(folder)
 
-    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(opening.huggingface_hub, "snapshot_download", download)
     opened = opening.open_model("org/name")
     assert opened.source == "org/name"
     assert [any("safetensors" in p and "index" not in p for p in patterns) for _, patterns in asked] == [False, True]

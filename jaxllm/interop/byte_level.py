@@ -1,12 +1,13 @@
-"""Byte table of a tokenizer.json: the bytes that each token decodes to."""
+"""Bytes and tokens of a tokenizer.json: the bytes of each token, and a file whose tokens are single bytes."""
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxllm.errors import UserError
 
 
-def of(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> list[bytes]:
-    """Returns the bytes of every id, derived from its name and the type of the file's decoder.
+def token_bytes(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> list[bytes]:
+    """Returns the bytes that each id decodes to, derived from its name and the type of the file's decoder.
 
     Args:
       tokenizer: the parsed file.
@@ -22,24 +23,24 @@ def of(tokenizer: tokenizers.Tokenizer, decoder: dict | None, where: str) -> lis
     if "ByteLevel" not in kinds and "▁" not in marks:
         found = ", ".join(sorted(filter(None, kinds))) or "none"
         raise UserError(
-            f"{where} has decoder {found}; give a byte-level BPE or SentencePiece-like tokenizer "
+            f"{where} has the unsupported decoder {found}; use a byte-level BPE or SentencePiece-like tokenizer "
             "(decoder ByteLevel, Metaspace, or Replace of ▁)"
         )
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    runs = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     alphabet = byte_alphabet()
     for name, i in vocabulary.items():
         if i in added:  # stored as plain text, whatever the decoder
-            runs[i] = b"" if added[i].special else added[i].content.encode()
+            table[i] = b"" if added[i].special else added[i].content.encode()
         elif "ByteLevel" in kinds:
             known = all(char in alphabet for char in name)
-            runs[i] = bytes(alphabet[char] for char in name) if known else name.encode()
+            table[i] = bytes(alphabet[char] for char in name) if known else name.encode()
         elif "ByteFallback" in kinds and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-            runs[i] = bytes.fromhex(name[3:5])
+            table[i] = bytes.fromhex(name[3:5])
         else:
-            runs[i] = name.replace("▁", " ").encode()
-    return runs
+            table[i] = name.replace("▁", " ").encode()
+    return table
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -50,3 +51,17 @@ def byte_alphabet() -> dict[str, int]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+
+
+def byte_tokenizer(end: str) -> tokenizers.Tokenizer:
+    """Returns byte-level BPE without merges: ids 0 to 255 are the bytes, 256 is a special token.
+
+    Args:
+      end: name of the special token.
+    """
+    built = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    # Without merges the pre-tokenizer has no effect; GPT-2's is used because other formats have a name for it.
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens([end])
+    return built
