@@ -72,7 +72,7 @@ def inference_cells(
     """Yields (name, configuration, sampling, device); the configuration sets the model and the precision.
 
     Args:
-      devices: "cpu" is this machine's CPU; the others are names known to `hardware.detect.named`.
+      devices: "cpu" is this machine's CPU; the others are names known to `hardware.detect.by_name`.
     """
     for device in devices:
         auto = policy_for("auto", DEVICES[device]).name

@@ -1,7 +1,7 @@
 """Programs compiled in this process for absent devices; each program is compiled once per session.
 
 found = absent_programs.train_step(config, "h100")      # as many devices as config.mesh takes
-found.figures["arguments"], found.collectives, found.products, found.text
+found.figures["arguments"], found.collectives, found.matmul_counts, found.text
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def train_step(config: Config, device: str, quick: bool = False) -> Found:
 
     Args:
       config: the run.
-      device: name of the device, as in `hardware.detect.named`.
+      device: name of the device, as in `hardware.detect.by_name`.
       quick: make a TPU's compiler spend little effort on fast code. Collectives, donation and arguments stay the same,
         for a fifth of the time; temporaries do not, so they are Unknown.
     """

@@ -83,7 +83,7 @@ def states(model: Architecture, config: Config) -> int:
 def gradient_bytes(model: Architecture, config: Config, policy: str) -> int:
     """Returns the bytes of all gradients on one device, in the dtype in which they are computed."""
     made = run_lib.make(model, config, policy, "gpu")
-    return gradient_elements(made, made.parameters) * made.compute
+    return gradient_elements(made, made.parameters) * made.compute_bytes
 
 
 def zero_run(**fields) -> Config:

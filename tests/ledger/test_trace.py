@@ -56,7 +56,7 @@ def assert_equal(model: Architecture, config: Config, platform: str = "cpu"):
     made = list(activations.rows_between_passes(settled, rows.BOUNDARY))
     assert by_tag(made, rows.BOUNDARY) == traced.tags
     assert by_tag(made, rows.HOST) == traced.host
-    assert activations.loss_gradients(settled) * settled.compute == traced.loss
+    assert activations.loss_gradients(settled) * settled.compute_bytes == traced.loss
 
 
 @pytest.mark.parametrize("policy", POLICIES)

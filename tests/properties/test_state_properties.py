@@ -75,7 +75,7 @@ def test_rows_of_activations_are_the_residuals(case):
                 name = row.name if row.name in TAGS else trace.OTHER
                 billed[name] = billed.get(name, 0) + row.bytes_per_device
         assert billed == found
-    assert activations.loss_gradients(settled) * settled.compute == kept.loss
+    assert activations.loss_gradients(settled) * settled.compute_bytes == kept.loss
 
 
 @draws.traced

@@ -119,7 +119,7 @@ def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None
 
     Args:
       config: Configuration of the run.
-      name: Device name, as accepted by `hardware.detect.named`.
+      name: Device name, as accepted by `hardware.detect.by_name`.
       count: Number of devices.
       sampling: Sizes of a sampling run; None for training.
     Raises:
