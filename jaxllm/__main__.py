@@ -1,7 +1,7 @@
 """Runs a command by its short name: `jaxllm train …` is `python -m jaxllm.train …`.
 
     jaxllm train     train or fine-tune a model            jaxllm models    list the published models by name
-    jaxllm sample    continue prompts, or chat             jaxllm devices   list the devices that --device takes
+    jaxllm sample    continue prompts, or chat             jaxllm devices   list the devices that --device accepts
     jaxllm ledger    memory, compute and time of a run
     jaxllm plan      search for the run that fits and is fastest
     jaxllm convert   write a model as safetensors, GGUF or a PEFT adapter
@@ -9,19 +9,20 @@
 `jaxllm <command> --help` lists the flags of a command.
 """
 
-import difflib
 import runpy
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
+from jaxllm.errors import nearest
+
 _COMMANDS = ("train", "sample", "ledger", "plan", "convert")
 _GIB, _GB, _TERA = 2**30, 1e9, 1e12
 
 
 def models() -> Table:
-    """Table of the models that `config.model.name` and `plan --model` take."""
+    """Table of the models that `config.model.name` and `plan --model` accept."""
     from jaxllm.architectures import ARCHITECTURES
     from jaxllm.model import specs  # imports JAX, which the other commands of this file do without
 
@@ -35,7 +36,7 @@ def models() -> Table:
 
 
 def devices() -> Table:
-    """Table of the devices that `--device` takes, with their usable memory, bandwidth and dense bfloat16 peak."""
+    """Table of the devices that `--device` accepts, with their usable memory, bandwidth and dense bfloat16 peak."""
     from jaxllm.hardware.gpus import GPUS
     from jaxllm.hardware.tpus import TPUS
 
@@ -64,11 +65,10 @@ def main() -> None:
         runpy.run_module(f"jaxllm.{name}", run_name="__main__", alter_sys=True)
     else:
         known = (*_COMMANDS, "models", "devices")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        wrong = (
-            f"jaxllm {name} takes no arguments" if name in known else f"unknown command {name!r}; did you mean {near}?"
-        )
-        print(f"error: {wrong} (jaxllm --help lists the commands)", file=sys.stderr)
+        problem = f"jaxllm {name} takes no arguments"
+        if name not in known:
+            problem = f"unknown command {name!r}; did you mean {nearest(name, known)}?"
+        print(f"error: {problem} (jaxllm --help lists the commands)", file=sys.stderr)
         sys.exit(2)
 
 

@@ -4,7 +4,6 @@ Exit status: 0 success; 2 bad input, reported in one line; 1 a failed run, repor
 traceback; 130 and 143 stopped by SIGINT or SIGTERM, as a shell reports them.
 """
 
-import difflib
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from ml_collections import config_flags
 
 from jaxllm import config as config_lib
 from jaxllm.config import overrides
-from jaxllm.errors import RunError, UserError
+from jaxllm.errors import RunError, UserError, nearest
 from jaxllm.hardware import spec as devices
 
 FLAGS = flags.FLAGS
@@ -24,7 +23,9 @@ FLAGS = flags.FLAGS
 
 def define_config() -> None:
     """Defines `--config FILE.py` and its `--config.a.b=value` overrides; read them with `load_config`."""
-    config_flags.DEFINE_config_file("config", None, "The run: a Python file whose get_config() returns a Config.")
+    config_flags.DEFINE_config_file(
+        "config", None, "Configuration of the run: a Python file whose get_config() returns a Config."
+    )
 
 
 def config_file() -> str:
@@ -45,17 +46,23 @@ def load_config() -> config_lib.Config:
     """
     config = FLAGS.config
     if config is None:
-        raise UserError("no --config given; for instance --config configs/quickstart.py")
+        raise UserError("no --config given; for example --config configs/quickstart.py")
     if not isinstance(config, config_lib.Config):
         path = config_file()
         try:  # the load error of the file is raised on first attribute access
             _ = config.model
         except OSError as error:
-            raise UserError(f"--config {path}: no such file, or it cannot be read") from error
+            raise UserError(f"--config {path}: file not found or not readable") from error
         raise UserError(f"--config {path}: get_config() returned {type(config).__name__}, not a jaxllm.config.Config")
     overrides.split_lists(config)
     overrides.check_types(config)
     return config
+
+
+def log(*lines: str) -> None:
+    """Prints lines to standard error; standard output has only results."""
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> None:
@@ -76,10 +83,10 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
         _parse(argv)
         sys.exit(main() or 0)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log(f"error: {error}")
         sys.exit(2)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log(f"error: {error}")
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,14 +98,14 @@ def _parse(argv: list[str]) -> None:
     try:
         rest = FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
-        near = difflib.get_close_matches(error.flagname, list(_own_flags()), n=1, cutoff=0.0)
-        raise UserError(f"unknown flag --{error.flagname}; did you mean --{near[0]}?") from error
+        name = error.flagname
+        raise UserError(f"unknown flag --{name}; did you mean --{nearest(name, _own_flags())}?") from error
     except flags.Error as error:
         raise UserError(_one_line(error)) from error
     except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, ImportError, NameError) as error:
         raise UserError(f"--config: {type(error).__name__}: {_one_line(error)}") from error
     if len(rest) > 1:
-        raise UserError(f"unexpected argument {rest[1]!r}; every option has a name (--name=value)")
+        raise UserError(f"unexpected argument {rest[1]!r}; write options as --name=value")
 
 
 def _check_override_keys(argv: list[str]) -> None:

@@ -1,4 +1,7 @@
-"""Exceptions that a command reports in one line, without a traceback."""
+"""Exceptions that a command reports in one line, without a traceback, and suggestions for misspelt words."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -7,3 +10,8 @@ class UserError(Exception):
 
 class RunError(Exception):
     """Failure of a run with valid input. The one-line message says where it stopped and what is saved. Status 1."""
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Returns the word that is spelt most like `word`, for "did you mean"."""
+    return difflib.get_close_matches(word, list(words), n=1, cutoff=0.0)[0]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import Architecture, Config, remat
 from jaxllm.config import attention as attention_choice
-from jaxllm.data.batch import BATCH_FIELDS
+from jaxllm.data import BATCH_FIELDS
 from jaxllm.decode import generate, weights
 from jaxllm.decode import state as decode_state
 from jaxllm.model import adapter_specs, adapters, specs
@@ -99,7 +99,7 @@ def abstract_state(config: Config, step_spec: StepSpec, mesh: Mesh) -> Any:
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings of one step's batch; fields are those of `data.batch.BATCH_FIELDS`."""
+    """Returns the shapes, dtypes and shardings of one step's batch; fields are those of `data.BATCH_FIELDS`."""
     shape = (config.train.batch_size, config.data.sequence_length)
     placed = batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for name, dtype in BATCH_FIELDS.items()}

@@ -229,7 +229,7 @@ def phi_longrope(*row: int, short: tuple[float, ...], long: tuple[float, ...], *
     """Phi models extended from 4096 to 131072 positions by longrope.
 
     Args:
-      short, long: factors from `jaxllm.architectures.longrope`.
+      short, long: factors that divide the frequency of each rotary pair, for short and for long sequences.
     """
     shared: dict[str, Any] = {
         "context_length": 131072,

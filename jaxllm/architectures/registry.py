@@ -7,7 +7,6 @@ a model, add a row. `tests/architectures/test_architectures.py` checks parameter
 import dataclasses
 import difflib
 
-from jaxllm.architectures import longrope
 from jaxllm.architectures.families import (
     gemma2,
     gemma3,
@@ -27,6 +26,46 @@ from jaxllm.architectures.families import (
 from jaxllm.config import Architecture, Config, ModelConfig, validate
 from jaxllm.config import overrides as config_tree
 from jaxllm.errors import UserError
+
+# Published longrope factors (Ding et al. 2024): each divides the frequency of one rotary pair. Values are copied digit
+# by digit from config.json of each release, so that frequencies equal those used in training. Short factors apply to
+# sequences within the original context of 4096 positions, long factors to longer ones.
+_PHI35_MINI_SHORT = (
+    *(1.0, 1.0199999809265137, 1.0299999713897705, 1.0299999713897705, 1.0499999523162842),
+    *(1.0499999523162842, 1.0499999523162842, 1.0499999523162842, 1.0499999523162842, 1.0699999332427979),
+    *(1.0999999046325684, 1.1099998950958252, 1.1599998474121094, 1.1599998474121094, 1.1699998378753662),
+    *(1.2899998426437378, 1.339999794960022, 1.679999828338623, 1.7899998426437378, 1.8199998140335083),
+    *(1.8499997854232788, 1.8799997568130493, 1.9099997282028198, 1.9399996995925903, 1.9899996519088745),
+    *(2.0199997425079346, 2.0199997425079346, 2.0199997425079346, 2.0199997425079346, 2.0199997425079346),
+    *(2.0199997425079346, 2.0299997329711914, 2.0299997329711914, 2.0299997329711914, 2.0299997329711914),
+    *(2.0299997329711914, 2.0299997329711914, 2.0299997329711914, 2.0299997329711914, 2.0299997329711914),
+    *(2.0799996852874756, 2.0899996757507324, 2.189999580383301, 2.2199995517730713, 2.5899994373321533),
+    *(2.729999542236328, 2.749999523162842, 2.8399994373321533),
+)
+
+_PHI35_MINI_LONG = (
+    *(1.0800000429153442, 1.1100000143051147, 1.1399999856948853, 1.340000033378601, 1.5899999141693115),
+    *(1.600000023841858, 1.6200000047683716, 2.620000123977661, 3.2300000190734863, 3.2300000190734863),
+    *(4.789999961853027, 7.400000095367432, 7.700000286102295, 9.09000015258789, 12.199999809265137),
+    *(17.670000076293945, 24.46000099182129, 28.57000160217285, 30.420001983642578, 30.840002059936523),
+    *(32.590003967285156, 32.93000411987305, 42.320003509521484, 44.96000289916992, 50.340003967285156),
+    *(50.45000457763672, 57.55000305175781, 57.93000411987305, 58.21000289916992, 60.1400032043457),
+    *(62.61000442504883, 62.62000274658203, 62.71000289916992, 63.1400032043457, 63.1400032043457),
+    *(63.77000427246094, 63.93000411987305, 63.96000289916992, 63.970001220703125, 64.02999877929688),
+    *(64.06999969482422, 64.08000183105469, 64.12000274658203, 64.41000366210938, 64.4800033569336),
+    *(64.51000213623047, 64.52999877929688, 64.83999633789062),
+)
+
+_PHI4_MINI_SHORT = (1.0,) * 48
+
+_PHI4_MINI_LONG = (
+    *(1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
+    *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533),
+    *(5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651),
+    *(14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03),
+    *(32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7),
+    *(32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": gpt(12, 768, 12),
@@ -93,14 +132,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2-32b": olmo2(64, 5120, 40, 8, 128, 27648),
     "phi3-mini-4k": phi3(32, 3072, 32, 32, 96, 8192, pattern=("sliding",), window=2047),
     "phi3-medium-4k": phi3(40, 5120, 40, 10, 128, 17920, pattern=("sliding",), window=2047),
-    "phi3.5-mini": phi_longrope(
-        *(32, 3072, 32, 32, 96, 8192), short=longrope.PHI35_MINI_SHORT, long=longrope.PHI35_MINI_LONG
-    ),
+    "phi3.5-mini": phi_longrope(*(32, 3072, 32, 32, 96, 8192), short=_PHI35_MINI_SHORT, long=_PHI35_MINI_LONG),
     "phi4": phi3(40, 5120, 40, 10, 128, 17920, vocab_size=100352, context_length=16384, rope_theta=250_000.0),
     "phi4-mini": phi_longrope(
         *(32, 3072, 24, 8, 128, 8192),
-        short=longrope.PHI4_MINI_SHORT,
-        long=longrope.PHI4_MINI_LONG,
+        short=_PHI4_MINI_SHORT,
+        long=_PHI4_MINI_LONG,
         vocab_size=200064,
         rope_dim=96,
         tied_embeddings=True,
@@ -125,7 +162,7 @@ def resolve(model: ModelConfig) -> Architecture:
         if all(field.name in overrides for field in fields if field.default is dataclasses.MISSING):
             return Architecture(**overrides)
         near = difflib.get_close_matches(model.name, ARCHITECTURES, n=3, cutoff=0.0)
-        raise UserError(f"config.model.name is {model.name!r}, which is no known model; nearest: {', '.join(near)}")
+        raise UserError(f"config.model.name is {model.name!r}, which is not a known model; nearest: {', '.join(near)}")
     entry = ARCHITECTURES[model.name]
     if "heads" in overrides and entry.kv_heads == entry.heads:
         overrides = {"kv_heads": overrides["heads"]} | overrides

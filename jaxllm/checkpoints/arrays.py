@@ -60,8 +60,8 @@ def restore(orbax: ocp.AsyncCheckpointer, folder: pathlib.Path, abstract: TrainS
     missing = [name for name in _ITEMS[:3] if not (folder / name).is_dir()]
     if missing:
         raise UserError(
-            f"{folder} has no {missing[0]}: a version of jaxllm that kept states otherwise wrote it, and this one can "
-            "sample from it but not train it on; start a new run in another --workdir"
+            f"{folder} has no {missing[0]}: an incompatible version of jaxllm wrote it, and this version can sample "
+            "from it but not resume training; start a new run in another --workdir"
         )
     wanted = _split(abstract)
     made = None

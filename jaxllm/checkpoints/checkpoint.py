@@ -33,14 +33,12 @@ _STAGING = ".writing-"
 _STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 # Fields that may differ between a checkpoint and the run that resumes it. They change an update by rounding only,
 # except train.steps, which stretches the learning-rate schedule.
-_FREE = (
+_MAY_DIFFER = (
     *("train.steps", "train.accumulate", "train.loss_chunk", "train.attention_chunk"),
     *("optimizer.offload", "optimizer.moment_dtype"),
     *("mesh.", "attention.", "remat.", "precision.", "checkpoint.", "eval.", "log.", "ledger."),
     "init_from",  # read once, before the first step
 )
-
-Say = Callable[[str], None]
 
 
 class Restored(NamedTuple):
@@ -59,13 +57,13 @@ class Checkpointer:
       job: processes that share the workdir; a single process by default.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: Config, say: Say, job: Job | None = None):
+    def __init__(self, workdir: pathlib.Path, config: Config, log: Callable[[str], None], job: Job | None = None):
         self._folder = (workdir / "checkpoints").absolute()  # Orbax requires absolute paths
         self._config = config
-        self._say = say
+        self._log = log
         self._job = job or Job()
         self._orbax = arrays.checkpointer(self._job)
-        self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         if self._job.is_leader:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -73,10 +71,10 @@ class Checkpointer:
                 shutil.rmtree(leftover)
 
     @property
-    def last_good(self) -> str:
-        """Phrase for messages that names the newest complete checkpoint."""
-        newest = next(_complete(self._folder), None)
-        return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+    def status(self) -> str:
+        """Phrase for messages about the newest complete checkpoint."""
+        newest = next(_complete_checkpoints(self._folder), None)
+        return f"the last good checkpoint is {newest}" if newest else "no checkpoint has been saved yet"
 
     def save(self, step: int, state: TrainState, data_state: dict[str, Any], streams: Iterable[str] = ()) -> None:
         """Starts a save in the background; the state may be donated as soon as this returns.
@@ -101,10 +99,10 @@ class Checkpointer:
                 (staging / "data" / f"{stream}.json").write_text(json.dumps(data_state[stream]))
             arrays.save(self._orbax, staging / "state", state)
         except _STORAGE_ERRORS as error:
-            if self._is_of_the_job(error):
+            if self._is_sync_error(error):
                 raise
-            raise self._failed(step, staging, error) from error
-        self._pending = self._finisher.submit(self._finish, step, staging)
+            raise self._save_error(step, staging, error) from error
+        self._pending = self._executor.submit(self._finish, step, staging)
 
     def poll(self) -> None:
         """Raises the error of the pending save if it has already failed; never blocks."""
@@ -131,14 +129,14 @@ class Checkpointer:
                 manifest.sync(self._folder)
             job.barrier(f"save-{step}-done")
         except _STORAGE_ERRORS as error:
-            if self._is_of_the_job(error):
+            if self._is_sync_error(error):
                 raise
-            raise self._failed(step, staging, error) from error
+            raise self._save_error(step, staging, error) from error
         if job.is_leader:
-            for old in list(_complete(self._folder))[self._config.checkpoint.keep :]:
+            for old in list(_complete_checkpoints(self._folder))[self._config.checkpoint.keep :]:
                 shutil.rmtree(old)
 
-    def _is_of_the_job(self, error: BaseException) -> bool:
+    def _is_sync_error(self, error: BaseException) -> bool:
         """Returns True if an error comes from synchronizing with other processes rather than from the disk."""
         causes = (error, error.__cause__)
         return not self._job.is_alone and any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes)
@@ -148,16 +146,16 @@ class Checkpointer:
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise UserError(
-                f"cannot save the checkpoint of step {step}: it takes {needed / 2**20:,.1f} MiB and {self._folder} "
-                f"has {free / 2**20:,.1f} MiB free; make room and run the same command again; {self.last_good}"
+                f"cannot save the checkpoint of step {step}: it needs {needed / 2**20:,.1f} MiB, but {self._folder} "
+                f"has {free / 2**20:,.1f} MiB free; free some disk space and run the same command again; {self.status}"
             )
 
-    def _failed(self, step: int, staging: pathlib.Path, error: Exception) -> UserError:
+    def _save_error(self, step: int, staging: pathlib.Path, error: Exception) -> UserError:
         shutil.rmtree(staging, ignore_errors=True)
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return UserError(
             f"cannot save the checkpoint of step {step} in {self._folder}: {reason}; "
-            f"mend that and run the same command again; {self.last_good}"
+            f"fix the cause and run the same command again; {self.status}"
         )
 
     def restore(self, abstract: TrainState) -> Restored | None:
@@ -171,14 +169,14 @@ class Checkpointer:
           UserError: the run in this workdir has another configuration, every checkpoint is damaged, or this process
             does not see the checkpoint on its disk.
         """
-        name = self._job.decide("restore", self._newest_intact)
+        name = self._job.broadcast("restore", self._newest_intact)
         if name is None:
             return None
         path = self._folder / name
         if not path.is_dir():
             raise UserError(
-                f"process {self._job.index} does not see {path}, which process 0 does; put --workdir on a disk that "
-                "all machines share"
+                f"process {self._job.index} cannot find {path}, but process 0 can; put --workdir on a disk that all "
+                "machines share"
             )
         state = arrays.restore(self._orbax, path / "state", abstract, self._config.precision.loss_scale)
         places = {file.stem: json.loads(file.read_text()) for file in (path / "data").glob("*.json")}
@@ -186,18 +184,18 @@ class Checkpointer:
 
     def _newest_intact(self) -> str | None:
         found = False
-        for path in _complete(self._folder):
+        for path in _complete_checkpoints(self._folder):
             found = True
             damage = manifest.find_damage(path)
             if damage:
-                self._say(f"skipping checkpoint {path}: {damage}; set aside as {manifest.set_aside(path).name}")
+                self._log(f"skipping checkpoint {path}: {damage}; renamed it to {manifest.set_aside(path).name}")
                 continue
             check_same_run(json.loads((path / "config.json").read_text()), self._config, path)
             return path.name
         if found:
             raise UserError(
-                f"every checkpoint in {self._folder} is damaged; they were set aside as *{manifest.DAMAGED}; "
-                "run the same command again to start over, or bring back a good copy"
+                f"every checkpoint in {self._folder} is damaged (renamed to *{manifest.DAMAGED}); restore a good copy, "
+                "or run the same command again to start over"
             )
         return None
 
@@ -214,24 +212,24 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._finisher.shutdown()
+            self._executor.shutdown()
             self._orbax.close()
 
 
 def check_same_run(stored: dict[str, Any], config: Config, path: pathlib.Path) -> None:
-    """Checks that `config` continues the run that stored `stored`, up to the fields in `_FREE`.
+    """Checks that `config` continues the run that stored `stored`, up to the fields in `_MAY_DIFFER`.
 
     Raises:
       UserError: other fields differ; names them.
     """
     old = overrides.field_paths(overrides.from_dict(stored))
     new = overrides.field_paths(config)
-    changed = [key for key in new if old[key] != new[key] and not key.startswith(_FREE)]
+    changed = [key for key in new if old[key] != new[key] and not key.startswith(_MAY_DIFFER)]
     if changed:
-        told = ", ".join(f"config.{key} was {old[key]!r} and is {new[key]!r}" for key in changed[:4])
+        listed = ", ".join(f"config.{key} was {old[key]!r} and is now {new[key]!r}" for key in changed[:4])
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise UserError(
-            f"{path} belongs to another configuration: {told}{more}; use another --workdir or the old values"
+            f"{path} was saved with another configuration: {listed}{more}; use another --workdir, or the old values"
         )
 
 
@@ -243,30 +241,31 @@ def newest(workdir: str | os.PathLike[str]) -> tuple[pathlib.Path, Config]:
     """
     folder = pathlib.Path(workdir) / "checkpoints"
     if not folder.is_dir():
-        raise UserError(f"{workdir} is not the workdir of a training run (it has no checkpoints/); train one first")
+        raise UserError(f"{workdir} is not the workdir of a training run (it has no checkpoints/); check the path")
     reasons = []
-    for path in _complete(folder):
+    for path in _complete_checkpoints(folder):
         damage = manifest.find_damage(path)
         if not damage:
-            return path, _config_in(path)
+            return path, _read_config(path)
         reasons.append(f"{path.name}: {damage}")
-    raise UserError(f"{workdir} has no usable checkpoint ({'; '.join(reasons) or 'none was completed'})")
+    reason = "; ".join(reasons) or "none was completed"
+    raise UserError(f"{workdir} has no usable checkpoint ({reason}); run its training command again to save one")
 
 
 def stored_config(workdir: pathlib.Path) -> Config | None:
     """Returns the configuration in the newest checkpoint, verified or not; None if there is no readable one."""
-    for path in _complete(workdir / "checkpoints"):
+    for path in _complete_checkpoints(workdir / "checkpoints"):
         try:
-            return _config_in(path)
+            return _read_config(path)
         except (OSError, ValueError):  # damaged; reported when it is restored
             continue
     return None
 
 
-def _config_in(checkpoint: pathlib.Path) -> Config:
+def _read_config(checkpoint: pathlib.Path) -> Config:
     return overrides.from_dict(json.loads((checkpoint / "config.json").read_text()))
 
 
-def _complete(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def _complete_checkpoints(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields the checkpoints that were renamed into place, newest first."""
     yield from sorted((p for p in folder.glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name), reverse=True)

@@ -50,12 +50,12 @@ def write(workdir: pathlib.Path, weights: Any, job: Job) -> None:
     except OSError as error:
         needed = sum(x.nbytes for x in jax.tree.leaves(weights)) / 2**20
         raise UserError(
-            f"cannot write the frozen weights ({needed:,.1f} MiB) into {folder} ({error.strerror or error}); make room "
-            "and run the same command again"
+            f"cannot write the frozen weights ({needed:,.1f} MiB) to {folder} ({error.strerror or error}); free some "
+            "disk space and run the same command again"
         ) from error
 
 
-def attached(state: TrainState, abstract: TrainState, workdir: pathlib.Path, job: Job) -> TrainState:
+def attach(state: TrainState, abstract: TrainState, workdir: pathlib.Path, job: Job) -> TrainState:
     """Returns a restored state with its frozen weights added; unchanged if the run has none.
 
     Args:
@@ -68,7 +68,7 @@ def attached(state: TrainState, abstract: TrainState, workdir: pathlib.Path, job
     """
     if abstract.frozen is None:
         return state
-    damage = job.decide("frozen", lambda: _find_damage(workdir))
+    damage = job.broadcast("frozen", lambda: _find_damage(workdir))
     if damage:
         raise UserError(damage)
     return dataclasses.replace(state, frozen=_read(workdir, abstract.frozen))
@@ -118,10 +118,10 @@ def _read(workdir: pathlib.Path, abstract: Any) -> Any:
 def _find_damage(workdir: pathlib.Path) -> str:
     """Returns a message with the damage to the frozen weights and the fix; "" if they are intact."""
     folder = workdir / _FOLDER
-    damage = manifest.find_damage(folder) if folder.is_dir() else "it is missing"
+    damage = manifest.find_damage(folder) if folder.is_dir() else "the folder is missing"
     if not damage:
         return ""
     return (
-        f"{folder}, the weights that the adapters of this run stand beside: {damage}; bring back a good copy of it, or "
-        "start again in another --workdir"
+        f"cannot read the frozen base weights of this run in {folder}: {damage}; restore a good copy, or start again "
+        "in another --workdir"
     )

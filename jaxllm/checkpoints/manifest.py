@@ -49,9 +49,9 @@ def find_damage(path: pathlib.Path) -> str | None:
             return f"{name} is missing"
         found_size, found_crc = fingerprint(file)
         if found_size != size:
-            return f"{name} has {found_size} bytes of {size}"
+            return f"{name} has {found_size} bytes instead of {size}"
         if found_crc != crc:
-            return f"{name} is not what was written (CRC-32 differs)"
+            return f"{name} is corrupt (CRC-32 differs)"
     return None
 
 

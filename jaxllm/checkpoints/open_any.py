@@ -23,8 +23,8 @@ from jaxllm.interop.text import Text
 from jaxllm.model import specs
 from jaxllm.parallel.mesh import path_name
 
-# These fields do not affect the meaning of the weights, and formats omit them or disagree on them.
-_APART = ("init_std", "router_aux_weight", "unroll")
+# Fields that do not affect the meaning of the weights; formats omit them or disagree on them.
+_IGNORED_FIELDS = ("init_std", "router_aux_weight", "unroll")
 
 
 class RunInit(NamedTuple):
@@ -65,8 +65,8 @@ def prepare(config: Config, workdir: pathlib.Path) -> RunInit:
     """
     if config.lora.rank and not config.init_from:
         raise UserError(
-            f"config.lora.rank is {config.lora.rank} and config.init_from is empty: adapters are trained beside "
-            "weights of a model; set config.init_from to it, or config.lora.rank to 0"
+            f"config.lora.rank is {config.lora.rank}, but config.init_from is empty: adapters need a pretrained model; "
+            "set config.init_from to one, or config.lora.rank to 0"
         )
     if not config.init_from:
         return RunInit(config, _text(config, Text(), workdir), None)
@@ -74,7 +74,7 @@ def prepare(config: Config, workdir: pathlib.Path) -> RunInit:
     if stored is not None:
         base, name = architectures.resolve(stored.model), stored.model.name
         has_own = stored.data.tokenizer == workdir_lib.OWN_FILES
-        config = _spelled_out(config, base, name, f"the run in {workdir}", has_own)
+        config = _with_model(config, base, name, f"the run in {workdir}", has_own)
         return RunInit(config, _text(config, Text(), workdir), None)
     source = open_any(config.init_from)
     config = resolved(config, source)
@@ -96,18 +96,18 @@ def resolved(config: Config, source: Pretrained | None = None) -> Config:
     has_own = source.text.tokenizer is not None
     if not has_own and config.data.tokenizer == "bytes" and config.data.source != "tokens":
         raise UserError(f"{config.init_from} has no tokenizer; set config.data.tokenizer to its tokenizer.json")
-    return _spelled_out(config, source.model, config.init_from, config.init_from, has_own)
+    return _with_model(config, source.model, config.init_from, config.init_from, has_own)
 
 
-def _spelled_out(config: Config, base: Architecture, name: str, where: str, has_own: bool) -> Config:
-    model = architectures.explicit_config(name, agreed(config.model, base, where))
+def _with_model(config: Config, base: Architecture, name: str, where: str, has_own: bool) -> Config:
+    model = architectures.explicit_config(name, apply_overrides(config.model, base, where))
     data = config.data
     if data.tokenizer == "bytes" and has_own:
         data = dataclasses.replace(data, tokenizer=workdir_lib.OWN_FILES)
     return dataclasses.replace(config, model=model, data=data)
 
 
-def agreed(asked: ModelConfig, base: Architecture, where: str) -> Architecture:
+def apply_overrides(asked: ModelConfig, base: Architecture, where: str) -> Architecture:
     """Returns the architecture of a model with the overrides in `config.model` applied.
 
     Args:
@@ -126,19 +126,18 @@ def agreed(asked: ModelConfig, base: Architecture, where: str) -> Architecture:
     shapes, wanted = _shapes(made), _shapes(base)
     if shapes != wanted:
         path = next(path for path in {**wanted, **shapes} if shapes.get(path) != wanted.get(path))
-        reason = f"{path} is {wanted.get(path, 'not there')} in {where}, and would be {shapes.get(path, 'not there')}"
+        reason = f"{path} is {wanted.get(path, 'absent')} in {where}, but would be {shapes.get(path, 'absent')}"
         given = [f"config.model.{name}={changes[name]!r}" for name in changes if changes[name] != getattr(base, name)]
-        raise UserError(f"{', '.join(given)}: {reason}; leave config.model alone to take the model as it is")
+        raise UserError(f"{', '.join(given)}: {reason}; leave config.model unset to use the model as it is")
     if asked.name != ModelConfig().name:
         named = dataclasses.asdict(architectures.resolve(asked))
-        other = [
-            f for f, value in dataclasses.asdict(made).items() if named[f] != value and f not in (*_APART, *changes)
-        ]
-        if other:
-            told = ", ".join(f"{f} {named[f]!r}, not {getattr(made, f)!r}" for f in other[:3])
+        found = dataclasses.asdict(made)
+        differing = [f for f in found if named[f] != found[f] and f not in (*_IGNORED_FIELDS, *changes)]
+        if differing:
+            listed = ", ".join(f"{f} is {found[f]!r}, not {named[f]!r}" for f in differing[:3])
             raise UserError(
-                f"config.model.name is {asked.name!r} and {where} is another model ({told}); leave config.model.name "
-                "out to take the model as it is"
+                f"config.model.name is {asked.name!r}, but {where} is another model ({listed}); leave "
+                "config.model.name unset to use the model as it is"
             )
     return made
 
@@ -175,7 +174,7 @@ def open_adapters(workdir: pathlib.Path) -> Adapters:
     path, config = checkpoint.newest(workdir)
     if not config.lora.rank:
         raise UserError(
-            f"the run in {workdir} trains all weights and has no adapters; convert it to safetensors or gguf"
+            f"the run in {workdir} trained all weights and has no adapters; use --to=safetensors or --to=gguf"
         )
     model = architectures.resolve(config.model)
     return Adapters(model, config.lora, config.init_from, lambda: frozen.read_adapters(path, config, model))

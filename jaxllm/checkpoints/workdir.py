@@ -54,5 +54,5 @@ def text(workdir: pathlib.Path, config: Config) -> Text:
         return texts.load(config.data.tokenizer, vocab_size)
     folder = workdir / _FOLDER
     if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} has no tokenizer.json, which the run in {workdir} needs; bring the folder back")
+        raise UserError(f"{folder} has no tokenizer.json, which the run in {workdir} needs; restore the folder")
     return texts.load(str(folder), vocab_size)

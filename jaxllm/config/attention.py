@@ -54,7 +54,7 @@ class Attention:
 
 
 # Reference implementation, for programs that have no configuration.
-PLAIN = Attention("xla", "cpu", "its definition")
+PLAIN = Attention("xla", "cpu", "reference implementation")
 
 
 def resolve(config: Config, model: Architecture, platform: str, dtype: str) -> Attention:
@@ -68,55 +68,55 @@ def resolve(config: Config, model: Architecture, platform: str, dtype: str) -> A
     Raises:
       UserError: the implementation named in the configuration does not support the run; the message says why.
     """
-    asked = config.attention.implementation
-    if asked != "auto":
-        require(config, model)
-        for fault in _faults_there(asked, model, platform, dtype):
-            raise UserError(f"{_FIELD} is {asked!r}, and {fault}; set it to auto or xla")
-        return Attention(asked, platform, f"{_FIELD} says so")
+    implementation = config.attention.implementation
+    if implementation != "auto":
+        check_fields(config, model)
+        for fault in _device_faults(implementation, model, platform, dtype):
+            raise UserError(f"{_FIELD} is {implementation!r}, but {fault}; set it to auto or xla")
+        return Attention(implementation, platform, f"set by {_FIELD}")
     # The kernels' tiles suit the matrix units of GPUs and TPUs, and no [T, T] array is materialized. The TPU compiler
     # accepted every head dimension and length that was tried. There are no kernels for CPUs.
-    faults = [*_faults_there("pallas", model, platform, dtype), *_faults_of_fields("pallas", config, model)]
+    faults = [*_device_faults("pallas", model, platform, dtype), *_field_faults("pallas", config, model)]
     if faults:
         return Attention("xla", platform, f"auto: {faults[0]}")
-    return Attention("pallas", platform, f"auto: its kernels for a {platform}")
+    return Attention("pallas", platform, f"auto: supported on {platform}")
 
 
-def require(config: Config, model: Architecture) -> None:
+def check_fields(config: Config, model: Architecture) -> None:
     """Checks the named implementation against the other configuration fields, on any platform.
 
     Raises:
       UserError: the implementation does not support a field's value; names both fields and the fix.
     """
-    asked = config.attention.implementation
-    for fault in _faults_of_fields(asked, config, model) if asked != "auto" else ():
-        raise UserError(f"{_FIELD} is {asked!r}, and {fault}; change one of the two")
+    implementation = config.attention.implementation
+    for fault in _field_faults(implementation, config, model) if implementation != "auto" else ():
+        raise UserError(f"{_FIELD} is {implementation!r}, but {fault}; change one of the two")
 
 
-def _faults_there(implementation: str, model: Architecture, platform: str, dtype: str) -> Iterator[str]:
+def _device_faults(implementation: str, model: Architecture, platform: str, dtype: str) -> Iterator[str]:
     """Yields the reasons why an implementation does not support a platform, compute dtype or head_dim."""
     H = model.head_dim
     if implementation == "pallas":
         if platform not in KERNEL_DTYPES:
-            yield f"a {platform} has no kernels"
+            yield f"no Pallas kernels for {platform}"
             return
         if not MIN_HEAD_DIM <= H <= MAX_HEAD_DIM:
-            yield f"kernels are for a head_dim of {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {H}"
+            yield f"the kernels support a head_dim of {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {H}"
         if dtype not in KERNEL_DTYPES[platform]:
-            yield f"kernels for a {platform} take {' or '.join(KERNEL_DTYPES[platform])}, not {dtype}"
+            yield f"the {platform} kernels support {' or '.join(KERNEL_DTYPES[platform])}, not {dtype}"
     if implementation == "cudnn":
         if platform != "gpu":
-            yield f"a {platform} has no cuDNN"
+            yield f"cuDNN does not run on {platform}"
         if dtype not in _CUDNN_DTYPES:
-            yield f"cuDNN's attention takes {' or '.join(_CUDNN_DTYPES)}, not {dtype}"
+            yield f"cuDNN attention supports {' or '.join(_CUDNN_DTYPES)}, not {dtype}"
         if H % _CUDNN_HEAD_MULTIPLE or H > _CUDNN_MAX_HEAD_DIM:
             yield (
-                f"cuDNN's attention takes a head_dim that is a multiple of {_CUDNN_HEAD_MULTIPLE} up to "
+                f"cuDNN attention supports a head_dim that is a multiple of {_CUDNN_HEAD_MULTIPLE} up to "
                 f"{_CUDNN_MAX_HEAD_DIM}, not {H}"
             )
 
 
-def _faults_of_fields(implementation: str, config: Config, model: Architecture) -> Iterator[str]:
+def _field_faults(implementation: str, config: Config, model: Architecture) -> Iterator[str]:
     """Yields the configuration fields that request something an implementation does not support."""
     policy = config.remat.policy
     tags = [tag.strip() for tag in policy.partition(":")[2].split(",")]
@@ -124,15 +124,15 @@ def _faults_of_fields(implementation: str, config: Config, model: Architecture) 
     if implementation == "cudnn":
         absent += _KERNEL_TAGS
         if model.attention_softcap:
-            yield f"cuDNN's attention has no soft cap (config.model.attention_softcap is {model.attention_softcap:g})"
+            yield f"cuDNN attention does not support config.model.attention_softcap ({model.attention_softcap:g})"
         if config.data.sequence_length % 2:
-            yield f"cuDNN's attention takes an even config.data.sequence_length, not {config.data.sequence_length}"
+            yield f"cuDNN attention needs an even config.data.sequence_length, not {config.data.sequence_length}"
     for tag in tags:
         if tag in absent:
-            yield f"{tag}, which config.remat.policy keeps, is nothing that {implementation} computes"
+            yield f"{tag} (saved by config.remat.policy) is not computed by {implementation} attention"
     if implementation != "xla" and config.train.attention_chunk:
         chunk = config.train.attention_chunk
-        yield f"config.train.attention_chunk ({chunk}) is for scores, which only xla has; 0 is none"
+        yield f"config.train.attention_chunk ({chunk}) is supported by xla only; 0 disables it"
 
 
 def decoding(platform: str, head_dim: int, *dtypes: str) -> Attention:
@@ -144,10 +144,10 @@ def decoding(platform: str, head_dim: int, *dtypes: str) -> Attention:
       dtypes: dtypes of the queries and of the cache.
     """
     if platform not in KERNEL_DTYPES:
-        return Attention("xla", platform, f"a {platform} has no kernels")
+        return Attention("xla", platform, f"no Pallas kernels for {platform}")
     if platform == "gpu" and head_dim % DECODE_HEAD_MULTIPLE:
-        why = f"the kernel for a gpu takes a head_dim that is a multiple of {DECODE_HEAD_MULTIPLE}, not {head_dim}"
+        why = f"the gpu kernel needs a head_dim that is a multiple of {DECODE_HEAD_MULTIPLE}, not {head_dim}"
         return Attention("xla", platform, why)
     if platform == "tpu" and "float16" in dtypes:
-        return Attention("xla", platform, "a tpu has no float16")
-    return Attention("pallas", platform, f"the kernel for a {platform}")
+        return Attention("xla", platform, "the tpu kernel does not support float16")
+    return Attention("pallas", platform, f"supported on {platform}")

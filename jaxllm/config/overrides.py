@@ -4,14 +4,13 @@ Relations between fields are checked in `jaxllm.config.validate`.
 """
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.config import CHOICES, Config
-from jaxllm.errors import UserError
+from jaxllm.errors import UserError, nearest
 
 
 def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -34,12 +33,12 @@ def unknown_key(path: str) -> UserError:
     # A known field in the wrong section, or without its section, is a more common mistake than a misspelling.
     candidates = [key for key in known if key.split(".")[-1] == (leaf or section)]
     if not candidates and not leaf:
-        candidates = difflib.get_close_matches(section, sections, n=1, cutoff=0.0)
+        candidates = [nearest(section, sections)]
     elif not candidates and section in sections:
         leaves = [key.split(".")[-1] for key in known if key.startswith(f"{section}.")]
-        candidates = [f"{section}.{near}" for near in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.0)]
-    near = (candidates or difflib.get_close_matches(path, known, n=1, cutoff=0.0))[0]
-    return UserError(f"config has no field '{path}'; did you mean '{near}'?")
+        candidates = [f"{section}.{nearest(leaf, leaves)}"]
+    suggestion = candidates[0] if candidates else nearest(path, known)
+    return UserError(f"config has no field '{path}'; did you mean '{suggestion}'?")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -61,7 +60,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
             setattr(config, section, fields)
             continue
         if not isinstance(fields, Mapping):
-            raise UserError(f"config.{section} is {fields!r}; it must be a table of that section's fields")
+            raise UserError(f"config.{section} is {fields!r}; it must be a mapping of the section's fields")
         for name, value in fields.items():
             target = getattr(config, section)
             if not hasattr(target, name):
@@ -109,9 +108,9 @@ def _check_section(name: str, node: Any) -> None:
             wanted = getattr(field.type, "__name__", str(field.type))
             raise UserError(f"config.{path} is {value!r} ({type(value).__name__}); it must be {wanted}")
         if path in CHOICES and value is not None and value not in CHOICES[path]:
-            near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.0)[0]
             raise UserError(
-                f"config.{path} is {value!r}; it must be one of {', '.join(CHOICES[path])} (did you mean {near!r}?)"
+                f"config.{path} is {value!r}; it must be one of {', '.join(CHOICES[path])} "
+                f"(did you mean {nearest(value, CHOICES[path])!r}?)"
             )
 
 

@@ -5,9 +5,8 @@ them, and ledger rows are labelled with them. This module does not import JAX.
 """
 
 import dataclasses
-import difflib
 
-from jaxllm.errors import UserError
+from jaxllm.errors import UserError, nearest
 
 # In the order in which a block computes them; `lora` is the activation between the two matrices of each adapter.
 TAGS = (
@@ -30,6 +29,7 @@ TAGS = (
 # Outputs of matmuls with weights.
 MATMUL_TAGS = ("attn_qkv", "attn_out", "mlp_up", "mlp_gate", "mlp_down", "lora")
 KINDS = ("none", "full", "sqrt", "dots", "names", "offload")
+_SYNTAX = "none, full, sqrt, dots, names:<tag,tag> or offload:<tag,tag>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +65,14 @@ def parse(policy: str) -> RematPolicy:
     tags = tuple(tag.strip() for tag in listed.split(",")) if listed.strip() else ()
     if kind not in KINDS:
         raise UserError(
-            f"config.remat.policy is {policy!r}; it must be {_forms()} (did you mean {_near(kind, KINDS)!r}?)"
+            f"config.remat.policy is {policy!r}; it must be {_SYNTAX} (did you mean {nearest(kind, KINDS)!r}?)"
         )
     if (kind in ("names", "offload")) != bool(tags) or bool(colon) != bool(tags):
-        raise UserError(f"config.remat.policy is {policy!r}; it must be {_forms()}")
+        raise UserError(f"config.remat.policy is {policy!r}; it must be {_SYNTAX}")
     for tag in tags:
         if tag not in TAGS:
             raise UserError(
-                f"config.remat.policy names {tag!r}, which no block computes; did you mean {_near(tag, TAGS)!r}? "
-                f"(all: {', '.join(TAGS)})"
+                f"config.remat.policy has the unknown tag {tag!r}; did you mean {nearest(tag, TAGS)!r}? "
+                f"(supported: {', '.join(TAGS)})"
             )
     return RematPolicy(kind, tags)
-
-
-def _forms() -> str:
-    return "none, full, sqrt, dots, names:<tag,tag> or offload:<tag,tag>"
-
-
-def _near(word: str, words: tuple[str, ...]) -> str:
-    return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]

@@ -1,13 +1,12 @@
 """Checks of relations between configuration fields; the first violation raises a one-line error."""
 
-import difflib
 from collections.abc import Iterable
 
 from jaxllm.config import LAYER_KINDS, LORA_TARGETS, Architecture, Config, OptimizerConfig, remat
 from jaxllm.config import attention as attention_choice
 from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.config.overrides import check_types, field_paths
-from jaxllm.errors import UserError
+from jaxllm.errors import UserError, nearest
 
 Shape = tuple[int, ...]
 
@@ -28,16 +27,16 @@ def check_architecture(model: Architecture) -> None:
         )
     if not model.pattern or set(model.pattern) - set(LAYER_KINDS):
         kinds = " or ".join(map(repr, LAYER_KINDS))
-        raise UserError(f"config.model.pattern is {model.pattern!r}; it lists layer kinds, each {kinds}")
+        raise UserError(f"config.model.pattern is {model.pattern!r}; it must list layer kinds, each {kinds}")
     if "sliding" in model.pattern and model.window < 1:
         raise UserError(
-            f"config.model.window is {model.window} while config.model.pattern has sliding layers; "
-            "set window to the tokens such a layer sees"
+            f"config.model.window is {model.window}, but config.model.pattern has sliding layers; "
+            "set window to the number of tokens that they attend to"
         )
     if "nope" in model.pattern and model.positions != "rotary":
         raise UserError(
-            f"config.model.pattern has 'nope' layers, which are not rotated, while config.model.positions is "
-            f"{model.positions!r}; call them 'full'"
+            f"config.model.pattern has 'nope' layers (no rotary embedding), but config.model.positions is "
+            f"{model.positions!r}; use 'full' layers instead"
         )
     _check_rotation(model)
     if model.experts and not 1 <= model.experts_per_token <= model.experts:
@@ -46,40 +45,40 @@ def check_architecture(model: Architecture) -> None:
             f"config.model.experts ({model.experts})"
         )
     if model.unroll < 1:
-        raise UserError(f"config.model.unroll is {model.unroll}; it must be at least 1 (1 is no unrolling)")
+        raise UserError(f"config.model.unroll is {model.unroll}; it must be at least 1 (1 disables unrolling)")
 
 
 def _check_rotation(model: Architecture) -> None:
     field = "rope_dim" if model.rope_dim else "head_dim"
     if model.positions == "rotary" and model.rotated % 2:
         raise UserError(
-            f"config.model.{field} ({model.rotated}) is odd while config.model.positions is 'rotary', "
-            f"which turns pairs; make {field} even"
+            f"config.model.{field} ({model.rotated}) is odd, but config.model.positions is 'rotary', "
+            f"which rotates pairs of elements; make {field} even"
         )
     if not 0 <= model.rope_dim <= model.head_dim:
         raise UserError(
             f"config.model.rope_dim ({model.rope_dim}) must be between 0 and config.model.head_dim ({model.head_dim}); "
-            "0 rotates all of a head"
+            "0 rotates the whole head"
         )
     if model.rope_scaling in ("llama3", "yarn", "longrope") and model.rope_original_context < 1:
         raise UserError(
-            f"config.model.rope_scaling is {model.rope_scaling!r} while config.model.rope_original_context is "
-            f"{model.rope_original_context}; set rope_original_context to the context before scaling"
+            f"config.model.rope_scaling is {model.rope_scaling!r}, but config.model.rope_original_context is "
+            f"{model.rope_original_context}; set rope_original_context to the context length before scaling"
         )
     if model.rope_scaling == "longrope":
         for name in ("rope_short_factors", "rope_long_factors"):
             factors = getattr(model, name)
             if len(factors) != model.rotated // 2 or not all(factor > 0 for factor in factors):
                 raise UserError(
-                    f"config.model.{name} has {len(factors)} numbers while config.model.rope_scaling is 'longrope'; it "
-                    f"takes one for each of the {model.rotated // 2} pairs that are rotated, all positive"
+                    f"config.model.{name} has {len(factors)} values, but config.model.rope_scaling 'longrope' needs "
+                    f"one for each of the {model.rotated // 2} rotated pairs, all positive"
                 )
     if not model.rope_factor > 0:  # also rejects NaN
         raise UserError(f"config.model.rope_factor is {model.rope_factor}; it must be positive")
     if not model.rope_attention_factor >= 0:
         raise UserError(
             f"config.model.rope_attention_factor is {model.rope_attention_factor}; it must be positive, or 0 for the "
-            "factor of config.model.rope_scaling's own"
+            "default of config.model.rope_scaling"
         )
 
 
@@ -96,41 +95,43 @@ def check(config: Config, model: Architecture) -> None:
     check_architecture(model)
     data, train, optimizer = config.data, config.train, config.optimizer
     values = field_paths(config)
-    for path, least in _LEAST.items():
-        if values[path] < least:
-            raise UserError(f"config.{path} is {values[path]}; it must be at least {least}")
+    for path, minimum in _MINIMUMS.items():
+        if values[path] < minimum:
+            raise UserError(f"config.{path} is {values[path]}; it must be at least {minimum}")
     if data.sequence_length > model.context_length:
         raise UserError(
             f"config.data.sequence_length ({data.sequence_length}) is longer than config.model.context_length "
-            f"({model.context_length}); shorten the first or raise the second"
+            f"({model.context_length}); lower config.data.sequence_length or raise config.model.context_length"
         )
     if data.source != "python" and not data.path:
         raise UserError(
-            f"config.data.path is empty while config.data.source is {data.source!r}; set it to a file or glob"
+            f"config.data.path is empty, but config.data.source is {data.source!r}; set it to a file or glob"
         )
     if data.tokenizer == "model" and not config.init_from:
         raise UserError(
-            "config.data.tokenizer is 'model', the one of the model that config.init_from names, which is empty; set "
+            "config.data.tokenizer is 'model' (the tokenizer of config.init_from), but config.init_from is empty; set "
             "one of the two"
         )
     if not 0 < data.validation_fraction < 1:
-        raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
+        raise UserError(f"config.data.validation_fraction is {data.validation_fraction}; it must be between 0 and 1")
     _check_mesh(config, model)
     _check_lora(config, model)
     remat.parse(config.remat.policy)
-    attention_choice.require(config, model)
+    attention_choice.check_fields(config, model)
     if optimizer.warmup_steps > train.steps:
         raise UserError(
-            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) is more than config.train.steps "
-            f"({train.steps}); shorten the warm-up"
+            f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) exceeds config.train.steps ({train.steps}); "
+            "shorten the warm-up"
         )
     if optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
         raise UserError(
             f"config.optimizer.warmup_steps ({optimizer.warmup_steps}) + config.optimizer.decay_steps "
-            f"({optimizer.decay_steps}) is more than config.train.steps ({train.steps}); shorten one of them"
+            f"({optimizer.decay_steps}) exceeds config.train.steps ({train.steps}); shorten one of them"
         )
     if not config.ledger.tolerance >= 0:  # also rejects NaN
-        raise UserError(f"config.ledger.tolerance is {config.ledger.tolerance}; it must be at least 0 (0.15 is 15 %)")
+        raise UserError(
+            f"config.ledger.tolerance is {config.ledger.tolerance}; it must be at least 0 (0.15 means 15 %)"
+        )
     if not optimizer.peak_lr > 0:  # also rejects NaN
         raise UserError(f"config.optimizer.peak_lr is {optimizer.peak_lr}; it must be positive")
 
@@ -169,6 +170,15 @@ def check_update(
             )
 
 
+def check_streams(batch_size: int, streams: int) -> None:
+    """Raises UserError if the document streams do not fill equal parts of a batch."""
+    if batch_size % streams:
+        raise UserError(
+            f"config.train.batch_size ({batch_size}) is not a multiple of config.data.streams ({streams}); the next "
+            f"multiple is {_next_multiple(batch_size, streams)}"
+        )
+
+
 def _check_lora(config: Config, model: Architecture) -> None:
     lora = config.lora
     if not lora.rank:
@@ -177,66 +187,61 @@ def _check_lora(config: Config, model: Architecture) -> None:
         raise UserError(f"config.lora.alpha is {lora.alpha}; it must be positive (twice config.lora.rank is usual)")
     if not lora.targets or len(set(lora.targets)) < len(lora.targets):
         raise UserError(
-            f"config.lora.targets is {lora.targets!r}; list projections, each once, of {', '.join(LORA_TARGETS)}"
+            f"config.lora.targets is {lora.targets!r}; list each projection once, from {', '.join(LORA_TARGETS)}"
         )
     heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     outputs = {"q": heads, "k": keys, "v": keys, "out": heads}
     for target in lora.targets:
         if target not in LORA_TARGETS:
-            near = difflib.get_close_matches(target, LORA_TARGETS, n=1, cutoff=0.0)[0]
             raise UserError(
-                f"config.lora.targets names {target!r}, which is no projection; did you mean {near!r}? "
-                f"(all: {', '.join(LORA_TARGETS)})"
+                f"config.lora.targets has the unknown projection {target!r}; did you mean "
+                f"{nearest(target, LORA_TARGETS)!r}? (supported: {', '.join(LORA_TARGETS)})"
             )
         if target == "gate" and not model.gated:
             raise UserError(
-                f"config.lora.targets names 'gate' and config.model.mlp is {model.mlp!r}, which has none; take it out"
+                f"config.lora.targets has 'gate', but config.model.mlp {model.mlp!r} has no gate projection; remove it"
             )
         if model.experts and LORA_TARGETS[target] == "mlp":
             raise UserError(
-                f"config.lora.targets names {target!r}, of which each of the {model.experts} experts has one; "
-                "adapters go beside attention only there: q, k, v, out"
+                f"config.lora.targets has {target!r}, but a mixture of {model.experts} experts supports adapters for "
+                "attention only; use q, k, v, out"
             )
-        least = min(model.width, outputs.get(target, model.mlp_width))
-        if lora.rank > least:
+        largest = min(model.width, outputs.get(target, model.mlp_width))
+        if lora.rank > largest:
             raise UserError(
-                f"config.lora.rank ({lora.rank}) is more than the smaller side of {target} ({least}), and no change of "
-                f"that matrix has a higher rank; set it to {least} or less"
+                f"config.lora.rank ({lora.rank}) exceeds the smaller dimension of {target} ({largest}), the highest "
+                f"rank of any update to it; set it to {largest} or less"
             )
 
 
 def _check_mesh(config: Config, model: Architecture) -> None:
     mesh, train, length = config.mesh, config.train, config.data.sequence_length
     if mesh.zero not in (0, 1, 2, 3):
-        raise UserError(f"config.mesh.zero is {mesh.zero}; the stages are 0, 1, 2 and 3")
+        raise UserError(f"config.mesh.zero is {mesh.zero}; it must be 0, 1, 2 or 3")
     rows = train.accumulate * mesh.replica * mesh.data
     if train.batch_size % rows:
         raise UserError(
             f"config.train.batch_size ({train.batch_size}) is not a multiple of config.train.accumulate "
             f"({train.accumulate}) × config.mesh.replica ({mesh.replica}) × config.mesh.data ({mesh.data}); "
-            f"the next that is: {_next_multiple(train.batch_size, rows)}"
+            f"the next multiple is {_next_multiple(train.batch_size, rows)}"
         )
-    if train.batch_size % config.data.streams:
-        raise UserError(
-            f"config.train.batch_size ({train.batch_size}) is not a multiple of config.data.streams "
-            f"({config.data.streams}); the next that is: {_next_multiple(train.batch_size, config.data.streams)}"
-        )
+    check_streams(train.batch_size, config.data.streams)
     if train.attention_chunk and length % train.attention_chunk:
         raise UserError(
             f"config.data.sequence_length ({length}) is not a multiple of config.train.attention_chunk "
-            f"({train.attention_chunk}); set the second to a divisor of the first, or to 0"
+            f"({train.attention_chunk}); set config.train.attention_chunk to a divisor of {length}, or to 0"
         )
     # The vocabulary is padded to a multiple of the axis; every other dimension sharded over it must divide evenly.
     split = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.mlp_width": model.mlp_width}
     for path, size in (split | {"data.sequence_length": length}).items():
         if size % mesh.tensor:
             raise UserError(
-                f"config.{path} ({size}) does not divide over config.mesh.tensor ({mesh.tensor}); "
+                f"config.{path} ({size}) is not divisible by config.mesh.tensor ({mesh.tensor}); "
                 f"set config.mesh.tensor to a divisor of {size}"
             )
 
 
-_LEAST: dict[str, int] = {
+_MINIMUMS: dict[str, int] = {
     "data.sequence_length": 2,
     "data.shuffle_window": 1,
     "data.streams": 1,

@@ -14,7 +14,7 @@ import array
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from jaxllm.errors import UserError
 from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import JsonTokenizer
 
-_ANSWERS = ("answer", "completion", "response")
-_EXPECTED = 'a line is {"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "answer": …}'
+_ANSWER_FIELDS = ("answer", "completion", "response")
+_EXPECTED = 'each line must be {"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "answer": …}'
 
 
 class Conversations(Documents):
@@ -46,10 +46,10 @@ class Conversations(Documents):
 
     def __init__(self, files: Sequence[File], text: Text, sequence_length: int, vocab_size: int):
         self.files, self.length = files, sequence_length
-        self._of_file, self._line = array.array("q"), array.array("q")
+        self._file_index, self._line = array.array("q"), array.array("q")
         self._start, self._count = array.array("q"), array.array("q")
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (closed, and so removed, with this object)
-        seen = cut = lost = dropped = 0
+        seen = truncated = lost_answers = dropped = 0
         for n, file in enumerate(files):
             for number, line, record in json_lines(file):
                 if not line.strip():
@@ -57,17 +57,16 @@ class Conversations(Documents):
                 where = f"{file.path}:{number}"
                 messages = _messages(record, where)
                 try:
-                    made = encode(messages, text)
+                    turns = encode(messages, text)
                 except UserError as error:
                     raise UserError(f"{where}: {error}") from error
-                _check_ids(made.ids, vocab_size, text, where)
-                kept = _fitted(made, sequence_length + 1)
-                seen, cut, lost = seen + 1, cut + kept.is_cut, lost + kept.lost
-                if not kept.turns.answers[1:].any():
+                _check_ids(turns.ids, vocab_size, text, where)
+                (ids, answers), is_truncated, lost = _truncate(turns, sequence_length + 1)
+                seen, truncated, lost_answers = seen + 1, truncated + is_truncated, lost_answers + lost
+                if not answers[1:].any():
                     dropped += 1
                     continue
-                ids, answers = kept.turns
-                self._of_file.append(n)
+                self._file_index.append(n)
                 self._line.append(number)
                 self._start.append(self._spool.tell())
                 self._count.append(len(ids))
@@ -75,11 +74,11 @@ class Conversations(Documents):
         self._spool.flush()  # before reads through the file descriptor
         if seen and seen == dropped:
             raise UserError(
-                f"config.data.sequence_length ({sequence_length}) leaves nothing of any answer in {files[0].path}; "
+                f"config.data.sequence_length ({sequence_length}) is too short to keep any answer in {files[0].path}; "
                 "raise it"
             )
         where = ", ".join(file.path for file in files[:2]) + (", …" if len(files) > 2 else "")
-        self.notes = _told(seen, cut, lost, dropped, sequence_length, where)
+        self.notes = _truncation_note(seen, truncated, lost_answers, dropped, sequence_length, where)
 
     def __len__(self) -> int:
         return len(self._line)
@@ -90,7 +89,7 @@ class Conversations(Documents):
         return {"name": self.name(i), "tokens": np.where(stored < 0, ~stored, stored), "weights": stored < 0}
 
     def name(self, i: int) -> str:
-        return f"{self.files[self._of_file[i]].name}:{self._line[i]}"
+        return f"{self.files[self._file_index[i]].name}:{self._line[i]}"
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, text: Text, where: str) -> None:
@@ -98,40 +97,32 @@ def _check_ids(ids: np.ndarray, vocab_size: int, text: Text, where: str) -> None
     if largest >= vocab_size:
         name = text.tokenizer.name_of(largest) if isinstance(text.tokenizer, JsonTokenizer) else None
         raise UserError(
-            f"{where} has the token {name or '?'} of id {largest} and the model's vocab_size is {vocab_size}: it has "
-            "no embedding; take it out of the conversation or of the chat template"
+            f"{where} has the token {name or '?'} with id {largest}, but the model's vocab_size is {vocab_size}; "
+            "remove it from the conversation or the chat template"
         )
 
 
-class _Fitted(NamedTuple):
-    """Conversation truncated to a sequence.
+def _truncate(turns: Turns, limit: int) -> tuple[Turns, bool, int]:
+    """Truncates a conversation after its last answer, and to `limit` tokens.
 
-    Attributes:
-      turns: the remaining tokens.
-      is_cut: True if any token of an answer was removed.
-      lost: number of answers that were removed entirely.
+    Returns (remaining tokens, whether any token of an answer was removed, number of answers removed entirely).
     """
-
-    turns: Turns
-    is_cut: bool
-    lost: int
-
-
-def _fitted(made: Turns, most: int) -> _Fitted:
-    """Truncates a conversation after its last answer, and to `most` tokens."""
-    end = int(np.flatnonzero(made.answers)[-1:].sum()) + 1 if made.answers.any() else 0
-    ids, answers = made.ids[: min(end, most)], made.answers[: min(end, most)]
-    lost = int(made.answers.max(initial=0)) - int(answers[1:].max(initial=0))
+    end = int(np.flatnonzero(turns.answers)[-1:].sum()) + 1 if turns.answers.any() else 0
+    ids, answers = turns.ids[: min(end, limit)], turns.answers[: min(end, limit)]
+    lost_answers = int(turns.answers.max(initial=0)) - int(answers[1:].max(initial=0))
     kept = int(np.flatnonzero(answers)[-1:].sum()) + 1 if answers.any() else 0  # a trailing question has no targets
-    return _Fitted(Turns(ids[:kept], answers[:kept]), end > most, lost)
+    return Turns(ids[:kept], answers[:kept]), end > limit, lost_answers
 
 
-def _told(seen: int, cut: int, lost: int, dropped: int, length: int, where: str) -> tuple[str, ...]:
-    if not cut and not dropped:
+def _truncation_note(
+    seen: int, truncated: int, lost_answers: int, dropped: int, length: int, where: str
+) -> tuple[str, ...]:
+    if not truncated and not dropped:
         return ()
     return (
-        f"of {seen:,} conversations in {where}, {cut:,} are longer than config.data.sequence_length ({length:,}) and "
-        f"were cut: {lost:,} answers are missing whole, and {dropped:,} conversations have none left and were left out",
+        f"{truncated:,} of {seen:,} conversations in {where} are longer than config.data.sequence_length ({length:,}) "
+        f"and were truncated; {lost_answers:,} answers were removed entirely, and {dropped:,} conversations had no "
+        "answer left and were dropped",
     )
 
 
@@ -146,19 +137,17 @@ def _messages(record: Any, where: str) -> list[Message]:
     if "messages" in record:
         messages = record["messages"]
     else:
-        answer = next((name for name in _ANSWERS if name in record), None)
+        answer = next((name for name in _ANSWER_FIELDS if name in record), None)
         if "prompt" not in record or answer is None:
-            raise UserError(f"{where} has {', '.join(record) or 'no fields'}; {_EXPECTED}")
-        messages = [
-            {"role": "user", "content": record["prompt"]},
-            {"role": ASSISTANT, "content": record[answer]},
-        ]
+            raise UserError(f"{where} has the fields {', '.join(record) or '(none)'}; {_EXPECTED}")
+        fields = (("user", "prompt"), (ASSISTANT, answer))
+        messages = [{"role": role, "content": record[field]} for role, field in fields]
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"{where} has messages that are no list, or an empty one; {_EXPECTED}")
+        raise UserError(f"{where}: messages must be a non-empty list; {_EXPECTED}")
     for i, message in enumerate(messages, 1):
-        said = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(value, str) for value in said):
-            raise UserError(f"{where}: message {i} has no role and content that are both strings; {_EXPECTED}")
+        values = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(value, str) for value in values):
+            raise UserError(f"{where}: message {i} needs a role and a content, both strings; {_EXPECTED}")
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise UserError(f"{where} has no message of the role {ASSISTANT!r}: there is nothing to learn; remove the line")
+        raise UserError(f"{where} has no message with role {ASSISTANT!r} to train on; remove the line")
     return messages

@@ -30,10 +30,10 @@ import numpy as np
 from jaxllm.config import DataConfig
 from jaxllm.errors import UserError
 
-PIECE_BYTES = 64 * 1024  # longest document of the text source
-LONE_FILE_PIECES = 20  # minimum number of documents from a single text file, so that some can be held out
+MAX_DOCUMENT_BYTES = 64 * 1024  # longest document of the text source
+SINGLE_FILE_DOCUMENTS = 20  # minimum number of documents from a single text file, so that some can be held out
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
-CHUNK = 1 << 20  # bytes or tokens checked at a time
+CHECK_CHUNK = 1 << 20  # bytes or tokens checked at a time
 _LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -46,7 +46,7 @@ def too_short(sequence_length: int, targets: int) -> UserError:
     """Builds the error for data with fewer targets than one sequence."""
     return UserError(
         f"config.data.sequence_length ({sequence_length}) is longer than the data ({targets} tokens to train on); "
-        "shorten the first, or give more in config.data.path"
+        "lower it, or add files to config.data.path"
     )
 
 
@@ -125,7 +125,7 @@ class PythonLibrary(Documents):
 
 
 class TextFiles(Documents):
-    """Plain text files, cut at line boundaries into documents of up to PIECE_BYTES bytes.
+    """Plain text files, cut at line boundaries into documents of up to MAX_DOCUMENT_BYTES bytes.
 
     Raises:
       UserError: a file is not UTF-8.
@@ -133,15 +133,17 @@ class TextFiles(Documents):
 
     def __init__(self, files: Sequence[File]):
         self.files = files
-        self._of_file, self._start, self._stop = array.array("q"), array.array("q"), array.array("q")
+        self._file_index, self._start, self._stop = array.array("q"), array.array("q"), array.array("q")
         for n, file in enumerate(files):
             with open(file.path, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 _check_utf8(file.path, data)
-                limit = PIECE_BYTES if len(files) > 1 else min(PIECE_BYTES, max(256, len(data) // LONE_FILE_PIECES))
+                limit = MAX_DOCUMENT_BYTES
+                if len(files) == 1:
+                    limit = min(limit, max(256, len(data) // SINGLE_FILE_DOCUMENTS))
                 start = 0
                 while start < len(data):
-                    stop = _cut(data, start, limit)
-                    self._of_file.append(n)
+                    stop = _document_end(data, start, limit)
+                    self._file_index.append(n)
                     self._start.append(start)
                     self._stop.append(stop)
                     start = stop
@@ -150,18 +152,18 @@ class TextFiles(Documents):
         return len(self._start)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        with open(self.files[self._of_file[i]].path, "rb") as handle:
+        with open(self.files[self._file_index[i]].path, "rb") as handle:
             handle.seek(self._start[i])
             return {"name": self.name(i), "text": handle.read(self._stop[i] - self._start[i]).decode()}
 
     def name(self, i: int) -> str:
-        return f"{self.files[self._of_file[i]].name}:{self._start[i]}"
+        return f"{self.files[self._file_index[i]].name}:{self._start[i]}"
 
     def group(self, i: int) -> str:
-        return self.files[self._of_file[i]].name if len(self.files) > 1 else self.name(i)
+        return self.files[self._file_index[i]].name if len(self.files) > 1 else self.name(i)
 
 
-def _cut(data: mmap.mmap, start: int, limit: int) -> int:
+def _document_end(data: mmap.mmap, start: int, limit: int) -> int:
     """Returns the end of the document at `start`: after the last line that fits, or between characters of a line."""
     stop = start + limit
     if stop >= len(data):
@@ -179,14 +181,14 @@ def _check_utf8(path: str, data: mmap.mmap) -> None:
     stop = 0
     try:
         while stop < len(data):
-            chunk = data[stop : stop + CHUNK]
+            chunk = data[stop : stop + CHECK_CHUNK]
             stop += len(chunk)
             decoder.decode(chunk, final=stop == len(data))
     except UnicodeDecodeError as error:
         # error.start counts from the bytes that the decoder buffered from the previous chunk.
         offset = stop - len(error.object) + error.start
         raise UserError(
-            f"{path} is not UTF-8 at byte {offset} ({error.reason}); convert it, for instance with iconv -t UTF-8"
+            f"{path} is not UTF-8 at byte {offset} ({error.reason}); convert it, for example with iconv -t UTF-8"
         ) from error
 
 
@@ -208,7 +210,9 @@ class TokenFiles(Documents):
         for file in files:
             size, item = os.path.getsize(file.path), np.dtype(config.token_dtype).itemsize
             if size % item:
-                raise UserError(f"{file.path} has {size} bytes, not a multiple of {item}; set config.data.token_dtype")
+                raise UserError(
+                    f"{file.path} has {size} bytes, not a multiple of {item}; check config.data.token_dtype"
+                )
             tokens = np.memmap(file.path, config.token_dtype, "r")
             _check_ids(file.path, tokens, vocab_size)
             self._tokens.append(tokens)
@@ -238,11 +242,11 @@ class TokenFiles(Documents):
 
 
 def _check_ids(path: str, tokens: np.ndarray, vocab_size: int) -> None:
-    for start in range(0, len(tokens), CHUNK):
-        chunk = tokens[start : start + CHUNK]
+    for start in range(0, len(tokens), CHECK_CHUNK):
+        chunk = tokens[start : start + CHECK_CHUNK]
         if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
             at = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
             raise UserError(
                 f"{path} has token {int(chunk[at])} at index {start + at}, outside the vocabulary of {vocab_size}; "
-                "set config.data.tokenizer to the one that made it, or config.data.token_dtype"
+                "set config.data.token_dtype or config.data.tokenizer to match the file"
             )

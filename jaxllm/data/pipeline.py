@@ -17,16 +17,16 @@ import numpy as np
 from grain import experimental
 from jaxtyping import Float32, Int32
 
-from jaxllm.config import DataConfig
-from jaxllm.data import sources
+from jaxllm.config import DataConfig, validate
+from jaxllm.data import Batch, sources
 from jaxllm.data.documents import Documents, too_short
-from jaxllm.data.streams import Batch, TrainIterator
+from jaxllm.data.streams import TrainIterator
 from jaxllm.errors import UserError
 from jaxllm.interop import text as texts
 from jaxllm.interop.text import Text
 from jaxllm.interop.tokenizer import Tokenizer
 
-_OPEN_ROWS = 16  # candidate rows for a conversation; more rows mean less padding and more mixing of epochs
+_PACKING_BINS = 16  # candidate rows for a conversation; more rows mean less padding and more mixing of epochs
 _READING_THREADS = 8  # per process, for any number of streams
 
 
@@ -96,33 +96,29 @@ def train_iterator(
       UserError: the data is not usable, does not fill one sequence, or has fewer documents than streams.
     """
     count = config.streams
-    if batch_size % count:
-        raise UserError(
-            f"config.train.batch_size ({batch_size}) is not a multiple of config.data.streams ({count}); "
-            f"the next that is: {-(-batch_size // count) * count}"
-        )
+    validate.check_streams(batch_size, count)
     chosen = sorted(range(count) if streams is None else streams)
     examples, documents = _open(config, vocab_size, split, text, validation=False)
     if config.source != "chat":
         _check_length(examples, config.sequence_length)
     if len(documents) < count:
         raise UserError(
-            f"config.data.streams ({count}) is more than the training documents ({len(documents)}), so that streams "
-            f"would repeat one another; set --config.data.streams to {len(documents)} or less"
+            f"config.data.streams ({count}) exceeds the number of training documents ({len(documents)}), so streams "
+            f"would repeat documents; set --config.data.streams to {len(documents)} or less"
         )
     order = grain.MapDataset.source(examples)
     if config.shuffle:
         order = order.shuffle(seed=_seed(config.seed, "documents"))
     order = order.repeat()
-    share = batch_size // count
+    rows_per_stream = batch_size // count
     datasets = {}
     for stream in chosen:
-        rows = _packed(order[stream::count], config, _read_options(len(chosen)))
+        rows = _pack(order[stream::count], config, _read_options(len(chosen)))
         if config.shuffle:
             # Stream 0 has the seed of a single-stream run; the others need different seeds to shuffle differently.
             seed = _seed(config.seed, f"rows {stream}" if stream else "rows")
             rows = experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_window, seed=seed)
-        datasets[stream] = rows.batch(share).map(_finished)
+        datasets[stream] = rows.batch(rows_per_stream).map(_to_batch)
     identity = {
         "config.data.sequence_length": config.sequence_length,
         "config.data.shuffle": config.shuffle,
@@ -131,7 +127,7 @@ def train_iterator(
         "config.data.streams": count,
         "the number of training documents": len(documents),
     }
-    return TrainIterator(datasets, documents, identity, share)
+    return TrainIterator(datasets, documents, identity, rows_per_stream)
 
 
 class ValidationBatches:
@@ -167,9 +163,9 @@ def validation_batches(
       UserError: the data is not usable.
     """
     examples, _ = _open(config, vocab_size, split, text, validation=True)
-    rows = _packed(grain.MapDataset.source(examples), config, _read_options(1))
-    batches = rows.batch(batch_size, batch_fn=_padded_to(batch_size))
-    return ValidationBatches(batches.map(_finished), limit)
+    rows = _pack(grain.MapDataset.source(examples), config, _read_options(1))
+    batches = rows.batch(batch_size, batch_fn=_pad_to(batch_size))
+    return ValidationBatches(batches.map(_to_batch), limit)
 
 
 def _open(
@@ -189,15 +185,15 @@ def _open(
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"config.data.tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
-                f"config.model.vocab_size ({vocab_size}); raise the second to {tokenizer.vocab_size}, or give the "
-                "tokenizer that belongs to the model"
+                f"config.model.vocab_size ({vocab_size}); set config.model.vocab_size to {tokenizer.vocab_size}, or "
+                "use the model's own tokenizer"
             )
-        for mark in (tokenizer.bos_id, *tokenizer.end_ids[:1]) if config.source != "chat" else ():
-            if mark is not None and mark >= vocab_size:
+        for special_id in (tokenizer.bos_id, *tokenizer.end_ids[:1]) if config.source != "chat" else ():
+            if special_id is not None and special_id >= vocab_size:
                 raise UserError(
-                    f"config.data.tokenizer {config.tokenizer!r} begins or ends documents with the id {mark}, and "
-                    f"config.model.vocab_size is {vocab_size}; raise the second to {mark + 1}, or give the tokenizer "
-                    "that belongs to the model"
+                    f"config.data.tokenizer {config.tokenizer!r} begins or ends documents with id {special_id}, but "
+                    f"config.model.vocab_size is {vocab_size}; set it to {special_id + 1}, or use the model's own "
+                    "tokenizer"
                 )
     parts = sources.split(config, vocab_size, text) if split is None else split
     documents = parts.validation if validation else parts.training
@@ -213,22 +209,22 @@ def _check_length(examples: Examples, sequence_length: int) -> None:
     raise too_short(sequence_length, targets)
 
 
-def _packed(order: grain.MapDataset, config: DataConfig, reading: grain.ReadOptions) -> grain.IterDataset:
+def _pack(order: grain.MapDataset, config: DataConfig, reading: grain.ReadOptions) -> grain.IterDataset:
     # A document of one token has no target, and would leave a gap in the segment ids.
     examples = order.filter(lambda example: len(example["targets"]) > 0).to_iter_dataset(reading)
     lengths = dict.fromkeys(("tokens", "targets", "weights", "documents"), config.sequence_length)
     if config.source == "chat":
         return experimental.FirstFitPackIterDataset(
-            examples, length_struct=lengths, num_packing_bins=_OPEN_ROWS, shuffle_bins=False
+            examples, length_struct=lengths, num_packing_bins=_PACKING_BINS, shuffle_bins=False
         )
     return experimental.ConcatThenSplitIterDataset(examples, length_struct=lengths)
 
 
-def _padded_to(batch_size: int) -> Callable[[Sequence[dict[str, np.ndarray]]], dict[str, np.ndarray]]:
+def _pad_to(batch_size: int) -> Callable[[Sequence[dict[str, np.ndarray]]], dict[str, np.ndarray]]:
     return lambda rows: experimental.batch_and_pad(rows, batch_size=batch_size)
 
 
-def _finished(
+def _to_batch(
     packed: dict[str, Int32[np.ndarray, "B T"] | Float32[np.ndarray, "B T"]],
 ) -> dict[str, Int32[np.ndarray, "B T"] | Float32[np.ndarray, "B T"]]:
     """Converts the output of Grain's packing, padded with zeros, to the fields of a batch."""

@@ -32,17 +32,17 @@ class Rows(Documents):
 
     def __init__(self, files: Sequence[File], field: str, parquet: bool):
         self.files, self.field = files, field
-        self._of_file, self._row = array.array("q"), array.array("q")
+        self._file_index, self._row = array.array("q"), array.array("q")
         self._start, self._stop = array.array("q"), array.array("q")
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (closed, and so removed, with this object)
         self._spooled = [parquet or file.path.endswith((".gz", ".zst")) for file in files]
         for n, file in enumerate(files):
             start = self._spool.tell() if self._spooled[n] else 0
             for row, text, size in _parquet_texts(file, field) if parquet else _jsonl_texts(file, field):
-                data = _encoded(text, f"{file.path}:{row}")
+                data = _encode_utf8(text, f"{file.path}:{row}")
                 size = len(data) if self._spooled[n] else size
                 if data:
-                    self._of_file.append(n)
+                    self._file_index.append(n)
                     self._row.append(row)
                     self._start.append(start)
                     self._stop.append(start + size)
@@ -55,7 +55,7 @@ class Rows(Documents):
         return len(self._row)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        n, start, size = self._of_file[i], self._start[i], self._stop[i] - self._start[i]
+        n, start, size = self._file_index[i], self._start[i], self._stop[i] - self._start[i]
         if self._spooled[n]:
             # pread does not use the file position, which the reading threads share.
             return {"name": self.name(i), "text": os.pread(self._spool.fileno(), size, start).decode()}
@@ -64,14 +64,14 @@ class Rows(Documents):
             return {"name": self.name(i), "text": json.loads(handle.read(size))[self.field]}
 
     def name(self, i: int) -> str:
-        return f"{self.files[self._of_file[i]].name}:{self._row[i]}"
+        return f"{self.files[self._file_index[i]].name}:{self._row[i]}"
 
 
-def _encoded(text: str, where: str) -> bytes:
+def _encode_utf8(text: str, where: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where} has half of a surrogate pair at character {error.start}; mend the escape") from error
+        raise UserError(f"{where} has an unpaired surrogate at character {error.start}; fix the escape") from error
 
 
 def _jsonl_texts(file: File, field: str) -> Iterator[tuple[int, str, int]]:
@@ -81,8 +81,9 @@ def _jsonl_texts(file: File, field: str) -> Iterator[tuple[int, str, int]]:
         if not line.strip():
             record = {field: ""}
         if not isinstance(record, dict) or field not in record:
-            has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
-            raise UserError(f"{where} has no field {field!r} (it has {has}); set config.data.text_field")
+            is_object = isinstance(record, dict)
+            kind = f"has {', '.join(record)}" if is_object else f"is a {type(record).__name__}, not an object"
+            raise UserError(f"{where} has no field {field!r} (it {kind}); set config.data.text_field")
         if not isinstance(record[field], str):
             kind = type(record[field]).__name__
             raise UserError(f"{where} has {field!r} of type {kind}, not a string; set config.data.text_field")
@@ -103,13 +104,13 @@ def json_lines(file: File) -> Iterator[tuple[int, bytes, Any]]:
                     value = json.loads(line) if line.strip() else None
                 except UnicodeDecodeError as error:
                     raise UserError(
-                        f"{where} is not UTF-8 at byte {error.start} of the line; convert the file"
+                        f"{where} is not UTF-8 at byte {error.start} of the line; convert the file to UTF-8"
                     ) from error
                 except ValueError as error:
-                    raise UserError(f"{where} is not JSON ({error}); mend or remove the line") from error
+                    raise UserError(f"{where} is not JSON ({error}); fix or remove the line") from error
                 yield number, line, value
     except (OSError, EOFError, zstandard.ZstdError) as error:
-        raise UserError(f"{file.path} cannot be read ({error}); check that the file is whole") from error
+        raise UserError(f"{file.path} cannot be read ({error}); check that the file is complete") from error
 
 
 def _open_lines(path: str) -> BinaryIO:
@@ -139,9 +140,11 @@ def _parquet_texts(file: File, field: str) -> Iterator[tuple[int, str, int]]:
                 if not isinstance(text, str):
                     kind = "null" if text is None else type(text).__name__
                     raise UserError(
-                        f"{file.path}:{row} has {field!r} of type {kind}, not a string; drop or fix the row"
+                        f"{file.path}:{row} has {field!r} of type {kind}, not a string; fix or remove the row"
                     )
                 yield row, text, 0
                 row += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file.path} is not Parquet ({str(error).splitlines()[0]}); check config.data.path") from error
+        raise UserError(
+            f"{file.path} is not a Parquet file ({str(error).splitlines()[0]}); check config.data.path"
+        ) from error

@@ -34,8 +34,8 @@ def find_files(pattern: str, field: str = "path") -> list[File]:
         [pattern] if os.path.isfile(pattern) else [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)]
     )
     if not paths:
-        hint = f"; it is a folder, write {os.path.join(pattern, '*')}" if os.path.isdir(pattern) else "; check the path"
-        raise UserError(f"config.data.{field} {pattern!r} matches no file{hint}")
+        hint = f"it is a folder, use {os.path.join(pattern, '*')}" if os.path.isdir(pattern) else "check the path"
+        raise UserError(f"config.data.{field} {pattern!r} matches no file; {hint}")
     root = os.path.dirname(pattern if pattern in paths else pattern.split("*")[0].split("?")[0].split("[")[0])
     for path in paths:
         if not os.path.getsize(path):
@@ -86,45 +86,49 @@ def split(config: DataConfig, vocab_size: int, text: Text | None = None) -> Spli
     """
     if config.source == "python":
         if config.validation_path:
-            raise UserError("config.data.validation_path is set while config.data.source is 'python'; leave it empty")
-        return _held_out(open_documents(config, (), vocab_size), config)
+            raise UserError("config.data.validation_path is unused if config.data.source is 'python'; leave it empty")
+        return _split_by_hash(open_documents(config, (), vocab_size), config)
     files = find_files(config.path)
     if not config.validation_path:
-        return _held_out(open_documents(config, files, vocab_size, text), config)
-    held = find_files(config.validation_path, "validation_path")
-    real = {os.path.realpath(file.path) for file in held}
+        return _split_by_hash(open_documents(config, files, vocab_size, text), config)
+    validation_files = find_files(config.validation_path, "validation_path")
+    real = {os.path.realpath(file.path) for file in validation_files}
     files = [file for file in files if os.path.realpath(file.path) not in real]  # a glob may match both
     if not files:
         raise UserError(
-            "config.data.validation_path covers every file of config.data.path: no documents left for training"
+            "no documents left for training: config.data.validation_path matches every file of config.data.path; "
+            "narrow it"
         )
-    return _nonempty(Split(*(open_documents(config, part, vocab_size, text) for part in (files, held))))
+    parts = (open_documents(config, part, vocab_size, text) for part in (files, validation_files))
+    return _check_nonempty(Split(*parts))
 
 
-def _held_out(documents: Documents, config: DataConfig) -> Split:
+def _split_by_hash(documents: Documents, config: DataConfig) -> Split:
     scores: dict[str, float] = {}
     groups = [documents.group(i) for i in range(len(documents))]
     for group in groups:
         if group not in scores:
             digest = hashlib.blake2b(group.encode("utf-8", "surrogateescape"), digest_size=8).digest()
             scores[group] = int.from_bytes(digest, "big") / 2**64
-    held = {group for group, score in scores.items() if score < config.validation_fraction}
-    if not held and len(scores) > 1:
-        held = {min(scores, key=lambda group: scores[group])}
+    held_out = {group for group, score in scores.items() if score < config.validation_fraction}
+    if not held_out and len(scores) > 1:
+        held_out = {min(scores, key=lambda group: scores[group])}
     if len(scores) == 1:
         raise UserError(
             f"{groups[0]} is the only document: no documents left for validation; set config.data.validation_path"
         )
-    training = [i for i, group in enumerate(groups) if group not in held]
-    validation = [i for i, group in enumerate(groups) if group in held]
-    return _nonempty(Split(Subset(documents, training), Subset(documents, validation)))
+    training = [i for i, group in enumerate(groups) if group not in held_out]
+    validation = [i for i, group in enumerate(groups) if group in held_out]
+    return _check_nonempty(Split(Subset(documents, training), Subset(documents, validation)))
 
 
-def _nonempty(parts: Split) -> Split:
+def _check_nonempty(parts: Split) -> Split:
     if not len(parts.training):
         raise UserError(
-            "no documents left for training; lower config.data.validation_fraction, or give more in config.data.path"
+            "no documents left for training; lower config.data.validation_fraction, or add files to config.data.path"
         )
     if not len(parts.validation):
-        raise UserError("no documents left for validation; give config.data.validation_path a file with text in it")
+        raise UserError(
+            "no documents left for validation; set config.data.validation_path to a file that contains text"
+        )
     return parts

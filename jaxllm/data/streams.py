@@ -13,10 +13,9 @@ from typing import Any
 import grain
 import numpy as np
 
+from jaxllm.data import Batch
 from jaxllm.data.documents import Documents
 from jaxllm.errors import UserError
-
-Batch = dict[str, np.ndarray]
 
 
 class TrainIterator:
@@ -26,7 +25,7 @@ class TrainIterator:
       datasets: {stream: Grain dataset of its rows of each batch}.
       documents: the training documents, for their names.
       identity: settings that determine the order of batches; a state can only be restored with equal values.
-      share: rows of a batch that each stream fills.
+      rows_per_stream: rows of a batch that each stream fills.
     Attributes:
       rows: indices in the global batch of the rows of this iterator, in order.
     """
@@ -36,19 +35,20 @@ class TrainIterator:
         datasets: Mapping[int, grain.IterDataset],
         documents: Documents,
         identity: dict[str, Any],
-        share: int,
+        rows_per_stream: int,
     ):
         self._iterators = {stream: iter(dataset) for stream, dataset in sorted(datasets.items())}
         self._documents = documents
         self._identity = identity
-        self.rows = np.concatenate([np.arange(stream * share, (stream + 1) * share) for stream in self._iterators])
+        n = rows_per_stream
+        self.rows = np.concatenate([np.arange(stream * n, (stream + 1) * n) for stream in self._iterators])
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        shares = [next(iterator) for iterator in self._iterators.values()]
-        return shares[0] if len(shares) == 1 else {k: np.concatenate([share[k] for share in shares]) for k in shares[0]}
+        parts = [next(iterator) for iterator in self._iterators.values()]
+        return parts[0] if len(parts) == 1 else {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
 
     def get_state(self) -> dict[str, dict[str, Any]]:
         """Returns {stream: position of its next rows}, JSON-serializable and small for a corpus of any size."""
@@ -69,17 +69,20 @@ class TrainIterator:
           UserError: the state of a stream is missing, or the data or a setting that orders it has changed.
         """
         for stream, iterator in self._iterators.items():
-            place = state.get(str(stream))
-            if place is None:
-                raise UserError(f"there is no saved place in stream {stream} of the data; bring back its file")
-            saved = place["identity"]
+            position = state.get(str(stream))
+            if position is None:
+                raise UserError(
+                    f"the saved state has no position for data stream {stream}; restore data/{stream}.json of the "
+                    "checkpoint"
+                )
+            saved = position["identity"]
             for name, value in self._identity.items():
                 if saved.get(name) != value:
                     raise UserError(
                         f"{name} is {value} but was {saved.get(name)} when this state was saved; "
-                        "resume with the same data settings, or start a new run"
+                        "resume with the same data settings, or start a new run in another --workdir"
                     )
-            iterator.set_state(_tuples(place["iterator"]))
+            iterator.set_state(_tuples(position["iterator"]))
 
     def document_names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Returns the unique names of the documents in a `documents` field, in order of appearance; skips -1."""

@@ -49,18 +49,18 @@ def encode(messages: Sequence[Message], text: Text) -> Turns:
     """
     assert text.tokenizer is not None
     if text.chat_template is None:
-        return _joined(messages, text.tokenizer)
-    return _templated(messages, text, text.tokenizer, text.chat_template)
+        return _encode_without_template(messages, text.tokenizer)
+    return _encode_with_template(messages, text, text.tokenizer, text.chat_template)
 
 
-def _templated(messages: Sequence[Message], text: Text, tokenizer: Tokenizer, template: str) -> Turns:
+def _encode_with_template(messages: Sequence[Message], text: Text, tokenizer: Tokenizer, template: str) -> Turns:
     values: dict[str, Any] = {**text.special, **_TODAY}
 
-    def render(count: int, begun: bool) -> str:
-        return chat.render(messages[:count], template, values, add_generation_prompt=begun)
+    def render(count: int, add_generation_prompt: bool) -> str:
+        return chat.render(messages[:count], template, values, add_generation_prompt=add_generation_prompt)
 
-    whole = render(len(messages), False)
-    ids, spans = tokenizer.encode_with_spans(whole, special=True)
+    full_text = render(len(messages), False)
+    ids, spans = tokenizer.encode_with_spans(full_text, special=True)
     ids, spans = _with_one_begin(ids, spans, tokenizer.bos_id)
     ends = np.isin(ids, text.turn_ends)
     answers = np.zeros(len(ids), np.int32)
@@ -68,24 +68,24 @@ def _templated(messages: Sequence[Message], text: Text, tokenizer: Tokenizer, te
         if message["role"] != ASSISTANT:
             continue
         before, after = render(i, True), render(i + 1, False)
-        if not whole.startswith(before):
+        if not full_text.startswith(before):
             raise UserError(
-                f"the chat template writes what stands before message {i + 1} otherwise once that is there, so that "
-                "the answer cannot be told apart; use another template, or give the answer alone in a conversation"
+                f"the chat template renders the text before message {i + 1} differently once that message is added, so "
+                "the answer cannot be located; use another template, or conversations with one answer each"
             )
-        mine = spans[:, 1] > len(before)
-        if whole.startswith(after):
-            mine &= spans[:, 0] < len(after)
-            last = np.flatnonzero(mine & ends)[-1:]
+        is_answer = spans[:, 1] > len(before)
+        if full_text.startswith(after):
+            is_answer &= spans[:, 0] < len(after)
+            last = np.flatnonzero(is_answer & ends)[-1:]
         else:  # the template renders earlier turns differently, as those that drop reasoning do
-            last = np.flatnonzero(mine & ends)[:1]
+            last = np.flatnonzero(is_answer & ends)[:1]
             if not last.size:
                 raise UserError(
-                    f"the chat template writes message {i + 1} otherwise once others follow, and no end token tells "
-                    "where it ends; use another template, or give its answer alone in a conversation"
+                    f"the chat template renders message {i + 1} differently once others follow, and no end token marks "
+                    "where it ends; use another template, or conversations with one answer each"
                 )
-        mine[last[0] + 1 if last.size else len(ids) :] = False  # text after the end token is not generated
-        answers[mine & (answers == 0)] = 1 + answers.max()
+        is_answer[last[0] + 1 if last.size else len(ids) :] = False  # text after the end token is not generated
+        answers[is_answer & (answers == 0)] = 1 + answers.max()
     return Turns(ids, answers)
 
 
@@ -102,7 +102,7 @@ def _with_one_begin(
     )
 
 
-def _joined(messages: Sequence[Message], tokenizer: Tokenizer) -> Turns:
+def _encode_without_template(messages: Sequence[Message], tokenizer: Tokenizer) -> Turns:
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ids, answers = [np.array(begin, np.int32)], [np.zeros(len(begin), np.int32)]
     asked, count = "", 0
@@ -111,9 +111,9 @@ def _joined(messages: Sequence[Message], tokenizer: Tokenizer) -> Turns:
             asked += message["content"]
             continue
         count += 1
-        pieces, mine = _question_and_answer(asked, message["content"], tokenizer)
+        pieces, is_answer = _question_and_answer(asked, message["content"], tokenizer)
         ids += [pieces, np.array(tokenizer.end_ids[:1], np.int32)]
-        answers += [count * mine, np.full(len(tokenizer.end_ids[:1]), count, np.int32)]
+        answers += [count * is_answer, np.full(len(tokenizer.end_ids[:1]), count, np.int32)]
         asked = ""
     return Turns(np.concatenate(ids), np.concatenate(answers).astype(np.int32))
 

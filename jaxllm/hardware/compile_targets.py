@@ -134,8 +134,7 @@ class GpuTarget:
         if count > GPUS_PER_HOST and count % GPUS_PER_HOST:
             low = count // GPUS_PER_HOST * GPUS_PER_HOST
             raise UserError(
-                f"{count} GPUs are not whole hosts of {GPUS_PER_HOST}; the nearest counts are {low} and "
-                f"{low + GPUS_PER_HOST}"
+                f"{count} GPUs do not fill hosts of {GPUS_PER_HOST}; use {low} or {low + GPUS_PER_HOST} GPUs"
             )
         hosts, gpus = max(count // GPUS_PER_HOST, 1), min(count, GPUS_PER_HOST)
         return {"platform": self.platform, "target_config": self.config_text(), "topology": f"1x{hosts}x{gpus}"}
@@ -150,14 +149,14 @@ class TpuTarget:
     Attributes:
       generation: v4, v5e, v5p, v6e, tpu7x.
       dimensions: of the torus that connects the chips.
-      largest: chips of the largest slice whose size is a power of two.
+      max_chips: chips of the largest slice whose size is a power of two.
       megacore: True if a chip configuration must be named to join two cores into one device; v5p joins them by default.
       devices_per_chip: as JAX counts them; the two cores of a TPU7x are two devices with separate memory.
     """
 
     generation: str
     dimensions: int
-    largest: int
+    max_chips: int
     megacore: bool = False
     devices_per_chip: int = 1
 
@@ -172,13 +171,13 @@ class TpuTarget:
         Raises:
           UserError: there is no such slice; the message names the nearest.
         """
-        largest = self.largest * self.devices_per_chip
+        largest = self.max_chips * self.devices_per_chip
         if count < 1 or count & (count - 1) or count > largest:
             below = min(2 ** int(math.log2(max(count, 1))), largest)
             near = f"{below} and {below * 2}" if below < largest else f"{below}"
             raise UserError(
-                f"a {self.generation} slice of {count} {'chips' if self.devices_per_chip == 1 else 'devices'} is not "
-                f"among those compiled for (powers of two up to {largest}); the nearest: {near}"
+                f"a {self.generation} slice of {count} {'chips' if self.devices_per_chip == 1 else 'devices'} is "
+                f"unsupported (supported sizes are powers of two up to {largest}); nearest: {near}"
             )
         doublings = int(math.log2(max(count // self.devices_per_chip, 1)))
         sizes = [2 ** ((doublings + i) // self.dimensions) for i in range(self.dimensions)]

@@ -4,7 +4,6 @@ The specifications are in `jaxllm.hardware.gpus` and `jaxllm.hardware.tpus`, eac
 """
 
 import dataclasses
-import difflib
 import functools
 import os
 import pathlib
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from jaxllm.errors import UserError
+from jaxllm.errors import UserError, nearest
 from jaxllm.hardware.gpus import GPUS
 from jaxllm.hardware.spec import GIB, Device
 from jaxllm.hardware.tpus import TPUS
@@ -39,8 +38,8 @@ def by_name(name: str) -> Device:
         return this_machine()
     if name.lower() not in DEVICES:
         known = ["auto", *DEVICES]
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
-        raise UserError(f"--device {name}: no such device; did you mean {near}? Known: {', '.join(known)}")
+        listed, suggestion = ", ".join(known), nearest(name.lower(), known)
+        raise UserError(f"--device {name}: unknown; did you mean {suggestion}? Supported: {listed}")
     return DEVICES[name.lower()][1]
 
 
@@ -54,7 +53,7 @@ def this_machine() -> Device:
     """Returns the first local device of JAX. A CPU is measured, which takes half a second the first time."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return _host()
+        return _cpu()
     jax.device_put(0.0, device).block_until_ready()  # before an allocation, the allocator reports no pool
     return attached(device.platform, device.device_kind, device.memory_stats() or {})
 
@@ -68,23 +67,23 @@ def attached(platform_name: str, kind: str, statistics: Mapping[str, Any]) -> De
     Args:
       platform_name: as JAX names it: gpu | tpu.
       kind: JAX's `device_kind`.
-      statistics: its `memory_stats()`, after a first allocation.
+      statistics: its `memory_stats()`, after the first allocation.
     """
-    known = published(kind)
-    if known is None:
-        told = f"{kind} is not in the tables of jaxllm: no peak, bandwidth or link of it is known"
-        known = Device(kind, None, None, {}, told, platform_name)
+    device = published(kind)
+    if device is None:
+        source = f"{kind} is not in jaxllm's device tables: its peaks, bandwidth and links are unknown"
+        device = Device(kind, None, None, {}, source, platform_name)
     limit, pool = statistics.get("bytes_limit"), statistics.get("pool_bytes", 0)
     if limit is None:
-        return known
-    crowded = 0 < pool < limit and _preallocates()
-    usable = int(pool if crowded else limit)
-    told = f"the pool that other processes left of {limit / GIB:.2f} GiB" if crowded else "its backend's limit"
+        return device
+    is_shared = 0 < pool < limit and _preallocates()
+    usable = int(pool if is_shared else limit)
+    reason = f"all that other processes left of {limit / GIB:.2f} GiB" if is_shared else "the backend's limit"
     return dataclasses.replace(
-        known,
+        device,
         memory_bytes=usable,
-        reserved_bytes=max(0, (known.total_bytes or usable) - usable),
-        source=f"{known.source}. On this machine: {usable / GIB:.2f} GiB, {told}",
+        reserved_bytes=max(0, (device.total_bytes or usable) - usable),
+        source=f"{device.source}. On this machine: {usable / GIB:.2f} GiB, {reason}",
     )
 
 
@@ -95,24 +94,24 @@ def _preallocates() -> bool:
     return allocator in ("default", "bfc") and not grows
 
 
-def _host() -> Device:
+def _cpu() -> Device:
     available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
-    limit, used = _control_group()
+    limit, used = _cgroup_memory()
     if limit is not None:
         total, available = min(total, limit), min(available, max(0, limit - used))
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-    flops, bandwidth = _measured()
+    flops, bandwidth = _measure_cpu()
     return Device(
         name=f"{platform.machine()} CPU, {cores} cores",
         memory_bytes=available,
         bandwidth=bandwidth,
         peak_flops={"float32": flops},
-        source=f"measured now; memory: the {available / GIB:.1f} GiB available of {total / GIB:.1f} GiB",
+        source=f"measured on this machine; memory: {available / GIB:.1f} GiB available of {total / GIB:.1f} GiB",
         reserved_bytes=total - available,
     )
 
 
-def _control_group(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
+def _cgroup_memory(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
     """Returns (memory limit, memory in use) of this process's Linux control group in bytes; (None, 0) without one.
 
     Inactive file cache counts as free.
@@ -120,19 +119,19 @@ def _control_group(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())
-        kept = re.search(r"^inactive_file (\d+)$", (root / "memory.stat").read_text(), re.MULTILINE)
+        inactive = re.search(r"^inactive_file (\d+)$", (root / "memory.stat").read_text(), re.MULTILINE)
     except (OSError, ValueError):
         return None, 0
-    return (int(limit) if limit.isdigit() else None), used - (int(kept[1]) if kept else 0)
+    return (int(limit) if limit.isdigit() else None), used - (int(inactive[1]) if inactive else 0)
 
 
-def _measured() -> tuple[float, float]:
+def _measure_cpu() -> tuple[float, float]:
     """Returns (FLOP/s of a float32 matmul, bytes/s of a copy) of all cores; the best of several runs."""
-    side, numbers = 1024, 2**24
+    side, elements = 1024, 2**24
     a = jnp.ones((side, side), jnp.float32)
-    flat = jnp.ones(numbers, jnp.float32)
+    flat = jnp.ones(elements, jnp.float32)
     flops = 2 * side**3 / _best_seconds(lambda: a @ a)
-    bandwidth = 2 * 4 * numbers / _best_seconds(lambda: flat + 1.0)  # one read and one write
+    bandwidth = 2 * 4 * elements / _best_seconds(lambda: flat + 1.0)  # one read and one write
     return flops, bandwidth
 
 

@@ -20,9 +20,9 @@ FRACTION = 0.95
 
 def memory_fraction() -> float:
     """Returns the fraction of a GPU's memory that JAX allocates: the environment's, or FRACTION if it sets none."""
-    told = next((os.environ[name] for name in FRACTION_VARIABLES if os.environ.get(name)), "")
+    value = next((os.environ[name] for name in FRACTION_VARIABLES if os.environ.get(name)), "")
     try:
-        return float(told or FRACTION)
+        return float(value or FRACTION)
     except ValueError:  # JAX reports the error when it initializes a GPU
         return FRACTION
 
@@ -85,8 +85,8 @@ class Device:
         float32 units.
         """
         if dtype == "float32":
-            quick = "bfloat16" if self.platform == "tpu" else "tensorfloat32"
-            return self.peak_flops.get(quick, self.peak_flops.get(dtype))
+            multiplied = "bfloat16" if self.platform == "tpu" else "tensorfloat32"
+            return self.peak_flops.get(multiplied, self.peak_flops.get(dtype))
         return self.peak_flops.get(dtype)
 
     def memory_of_each(self, count: int) -> int | None:

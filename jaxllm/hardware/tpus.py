@@ -14,7 +14,7 @@ from jaxllm.hardware.spec import GB, GIB, MIB, TFLOPS, Device
 
 
 @dataclasses.dataclass(frozen=True)
-class _Figures:
+class _TpuSpec:
     """Specification of one TPU device, in GiB, GB/s and TFLOP/s.
 
     Attributes:
@@ -36,29 +36,29 @@ class _Figures:
     vector: int = 0
 
 
-def _tpu(name: str, figures: _Figures, target: TpuTarget, source: str = "") -> Device:
-    peaks = {"bfloat16": figures.bf16, "int8": figures.int8, "float8": figures.fp8}
-    told = source or f"Google Cloud TPU documentation, {name}, key specifications (2025)"
-    memory = int(figures.usable * GIB)
+def _tpu(name: str, spec: _TpuSpec, target: TpuTarget, source: str = "") -> Device:
+    peaks = {"bfloat16": spec.bf16, "int8": spec.int8, "float8": spec.fp8}
+    source = source or f"Google Cloud TPU documentation, {name}, key specifications (2025)"
+    memory = int(spec.usable * GIB)
     return Device(
         name=name,
         memory_bytes=memory,
-        bandwidth=figures.bandwidth * GB,
+        bandwidth=spec.bandwidth * GB,
         peak_flops={dtype: value * TFLOPS for dtype, value in peaks.items() if value},
-        source=f"{told}; no float32 peak is published. Memory: {figures.usable} of {figures.total} GiB, what its "
-        "compiler lets a program have",
+        source=f"{source}; no float32 peak is published. Memory: {spec.usable} of {spec.total} GiB, the "
+        "most that the compiler lets a program use",
         platform="tpu",
         compile_target=target,
-        reserved_bytes=int(figures.total * GIB) - memory,
-        interconnect=figures.ici * GB,
-        network=figures.network * GB or None,
-        vector_memory=figures.vector * MIB,
-        link_domain=target.largest * target.devices_per_chip,
+        reserved_bytes=int(spec.total * GIB) - memory,
+        interconnect=spec.ici * GB,
+        network=spec.network * GB or None,
+        vector_memory=spec.vector * MIB,
+        link_domain=target.max_chips * target.devices_per_chip,
     )
 
 
-_V4_TOLD = "Google Cloud TPU documentation, TPU v4 (2025); links: Jouppi et al. 2023, table 4, 6 × 50 GB/s"
-_V7X_TOLD = "Google Cloud TPU documentation, TPU7x (2025), half of a chip's: each of its two cores is a device"
+_V4_SOURCE = "Google Cloud TPU documentation, TPU v4 (2025); links: Jouppi et al. 2023, table 4, 6 × 50 GB/s"
+_V7X_SOURCE = "Google Cloud TPU documentation, TPU7x (2025), half of a chip's: each of its two cores is a device"
 
 # Value of `--device` -> (regular expression for JAX's `device_kind`, device).
 TPUS: dict[str, tuple[str, Device]] = {
@@ -66,28 +66,28 @@ TPUS: dict[str, tuple[str, Device]] = {
         r"TPU v4$",
         _tpu(
             "TPU v4",
-            _Figures(32, 30.74, 1200, 275, ici=300, int8=275),
+            _TpuSpec(32, 30.74, 1200, 275, ici=300, int8=275),
             TpuTarget("v4", 3, 4096, megacore=True),
-            _V4_TOLD,
+            _V4_SOURCE,
         ),
     ),
     "v5e": (
         r"TPU v5 ?(lite|e)$",
         _tpu(
             "TPU v5e",
-            _Figures(16, 15.74, 819, 197, ici=200, network=3.125, int8=393, vector=112),
+            _TpuSpec(16, 15.74, 819, 197, ici=200, network=3.125, int8=393, vector=112),
             TpuTarget("v5e", 2, 256),
         ),
     ),
     "v5p": (
         r"TPU v5p?$",
-        _tpu("TPU v5p", _Figures(96, 95.74, 2765, 459, ici=600, network=6.25, fp8=459), TpuTarget("v5p", 3, 4096)),
+        _tpu("TPU v5p", _TpuSpec(96, 95.74, 2765, 459, ici=600, network=6.25, fp8=459), TpuTarget("v5p", 3, 4096)),
     ),
     "v6e": (
         r"TPU v6 ?(lite|e)$",
         _tpu(
             "TPU v6e",
-            _Figures(32, 31.24, 1638, 918, ici=400, network=12.5, int8=1836, fp8=918, vector=94),
+            _TpuSpec(32, 31.24, 1638, 918, ici=400, network=12.5, int8=1836, fp8=918, vector=94),
             TpuTarget("v6e", 2, 256),
         ),
     ),
@@ -95,9 +95,9 @@ TPUS: dict[str, tuple[str, Device]] = {
         r"TPU ?v?7x$",
         _tpu(
             "TPU v7x core",
-            _Figures(96, 94.74, 3690, 1153.5, ici=300, network=6.25, fp8=2307, vector=64),
+            _TpuSpec(96, 94.74, 3690, 1153.5, ici=300, network=6.25, fp8=2307, vector=64),
             TpuTarget("tpu7x", 3, 4096, devices_per_chip=2),
-            _V7X_TOLD,
+            _V7X_SOURCE,
         ),
     ),
 }

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from jaxllm.errors import RunError, UserError
 
 # The watchdog ends the job much earlier if a process is missing; this limit only has to tolerate slow disks.
-_PATIENCE_MS = 24 * 60 * 60 * 1000
+_TIMEOUT_MS = 24 * 60 * 60 * 1000
 _PREFIX = "jaxllm/"
 # Heartbeat timeout of the service, after which it aborts the remaining processes. The last heartbeat may already be
 # half the timeout old, so half of it must exceed the limits of jaxllm.job.watchdog, whose message says more.
@@ -46,18 +46,18 @@ class Job:
     def barrier(self, name: str) -> None:
         """Blocks until every process has reached the barrier `name`; each name can be used once."""
         if not self.is_alone:
-            self._client.wait_at_barrier(_PREFIX + name, _PATIENCE_MS)
+            self._client.wait_at_barrier(_PREFIX + name, _TIMEOUT_MS)
 
-    def decide(self, name: str, decision: Callable[[], Any]) -> Any:
-        """Calls `decision` in process 0 and returns its result, which must be JSON-serializable, in every process.
+    def broadcast(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Calls `compute` in process 0 and returns its result, which must be JSON-serializable, in every process.
 
         If it raises, process 0 ends, and the watchdog ends the others.
         """
         if self.is_alone:
-            return decision()
+            return compute()
         if self.is_leader:
-            self._client.key_value_set(_PREFIX + name, json.dumps(decision()))
-        return json.loads(self._client.blocking_key_value_get(_PREFIX + name, _PATIENCE_MS))
+            self._client.key_value_set(_PREFIX + name, json.dumps(compute()))
+        return json.loads(self._client.blocking_key_value_get(_PREFIX + name, _TIMEOUT_MS))
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Returns the JSON-serializable values of all processes, in order, in process 0; [] in the others."""
@@ -114,21 +114,21 @@ def join(coordinator: str | None, processes: int | None, process: int | None, de
         )
     except ValueError as error:
         raise UserError(
-            f"--distributed found no cluster ({_first_line(error)}); start it under one, or give "
+            f"--distributed found no cluster ({_first_line(error)}); start the command in a cluster job, or give "
             "--coordinator HOST:PORT --processes N --process I"
         ) from error
     except RuntimeError as error:
         raise RunError(
-            f"the processes of the job did not find each other in 5 minutes ({_first_line(error)}); check that all "
-            "were started, and that they reach process 0's address"
+            f"the processes of the job did not connect within 5 minutes ({_first_line(error)}); check that all were "
+            "started and can reach the address of process 0"
         ) from error
     # JAX has no public API for the service; Orbax uses this private one too.
     from jax._src import distributed
 
-    found = distributed.global_state
-    if found.process_id:  # C++ libraries print to standard output, once per process
+    state = distributed.global_state
+    if state.process_id:  # C++ libraries print to standard output, once per process
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return Job(found.process_id, found.num_processes, found.client)
+    return Job(state.process_id, state.num_processes, state.client)
 
 
 def leave(job: Job) -> None:
@@ -141,13 +141,15 @@ def _check(coordinator: str | None, processes: int | None, process: int | None, 
     if given < 3 and not detect:
         missing = {"--coordinator": coordinator, "--processes": processes, "--process": process}
         names = ", ".join(name for name, value in missing.items() if value is None)
-        raise UserError(f"{names} is missing; give --coordinator, --processes and --process together")
+        raise UserError(f"missing {names}; give --coordinator, --processes and --process together")
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
-        raise UserError(f"--coordinator is {coordinator!r}; it must be HOST:PORT, an address of process 0")
+        raise UserError(f"--coordinator is {coordinator!r}; it must be HOST:PORT, the address of process 0")
     if processes is not None and processes < 1:
         raise UserError(f"--processes is {processes}; it must be at least 1")
     if processes is not None and process is not None and not 0 <= process < processes:
-        raise UserError(f"--process is {process}; with --processes {processes} it lies between 0 and {processes - 1}")
+        raise UserError(
+            f"--process is {process}; with --processes {processes} it must be between 0 and {processes - 1}"
+        )
 
 
 def _first_line(error: BaseException) -> str:

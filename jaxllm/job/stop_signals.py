@@ -7,11 +7,11 @@ collective that the others never start.
 The processes therefore agree on the last step. Without a signal, no step waits for this:
 
 1. A process that receives a signal publishes a request in the coordination service.
-2. The watchdog thread of each process sees the request shortly afterwards and pledges the step after the one last
-   begun: its loop does not pass that step before the last step is published.
-3. Process 0 publishes the highest pledge as the last step. No process has passed it, and all reach it and stop there.
+2. The watchdog thread of each process sees the request shortly afterwards and proposes to stop after the step that
+   follows the one in progress: its loop does not pass that step before the last step is published.
+3. Process 0 publishes the highest proposal as the last step. No process has passed it; all reach it and stop there.
 
-The watchdog thread makes the pledge, because the training loop may be blocked on its devices, and through them on a
+The watchdog thread makes the proposal, because the training loop may be blocked on its devices, and through them on a
 process that is behind.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxllm.job.distributed import Job
 
-_REQUEST, _PLEDGES, _END = "stop/request", "stop/pledges", "stop/end"
+_REQUEST, _PROPOSALS, _LAST_STEP = "stop/request", "stop/proposals", "stop/last_step"
 
 
 class StopSignals:
@@ -38,51 +38,52 @@ class StopSignals:
         self._received = 0
         self._previous: dict[int, Any] = {}
         self._changed = threading.Condition()
-        self._begun = first
-        self._pledged: int | None = None
-        self._end: tuple[int, int] | None = None  # (step, signal)
+        self._started = first
+        self._proposed: int | None = None
+        self._last_step: tuple[int, int] | None = None  # (step, signal)
 
     def begin(self, step: int) -> None:
         """Records that `step` begins; call it before the step is dispatched."""
         with self._changed:
-            self._begun = step
+            self._started = step
 
     def after(self, step: int) -> int:
-        """Returns the signal number to stop for after this step, or 0; blocks while an agreement is pending."""
+        """Returns the signal number to stop for after this step, or 0; blocks while the last step is undecided."""
         if self._job.is_alone:
             return self._received
         with self._changed:
-            while self._end is None and self._pledged is not None and step >= self._pledged:
+            while self._last_step is None and self._proposed is not None and step >= self._proposed:
                 self._changed.wait(1.0)  # with a timeout, so that a second signal is handled
-            return self._end[1] if self._end is not None and self._end[0] == step else 0
+            return self._last_step[1] if self._last_step is not None and self._last_step[0] == step else 0
 
-    def tick(self) -> None:
-        """Reads the service once and advances the agreement; called periodically by the watchdog thread."""
-        if self._end is not None:
+    def poll(self) -> None:
+        """Reads the service once and advances the protocol above; called periodically by the watchdog thread."""
+        if self._last_step is not None:
             return
         requests = self._job.read("stop")
         if "request" not in requests:
             if not self._received:
                 return
             self._job.put(_REQUEST, str(self._received))
-        if self._pledged is None:
+        if self._proposed is None:
             with self._changed:
-                self._pledged = self._begun + 1
-            self._job.put(f"{_PLEDGES}/{self._job.index}", str(self._pledged))
-        if self._job.is_leader and "end" not in requests:
-            pledges = self._job.read(_PLEDGES)
-            if len(pledges) == self._job.count:
-                self._job.put(_END, f"{max(map(int, pledges.values()))} {requests.get('request', self._received)}")
-        elif "end" in requests:
-            step, number = requests["end"].split()
+                self._proposed = self._started + 1
+            self._job.put(f"{_PROPOSALS}/{self._job.index}", str(self._proposed))
+        if self._job.is_leader and "last_step" not in requests:
+            proposals = self._job.read(_PROPOSALS)
+            if len(proposals) == self._job.count:
+                last = max(map(int, proposals.values()))
+                self._job.put(_LAST_STEP, f"{last} {requests.get('request', self._received)}")
+        elif "last_step" in requests:
+            step, number = requests["last_step"].split()
             with self._changed:
-                self._end = int(step), int(number)
+                self._last_step = int(step), int(number)
                 self._changed.notify_all()
 
     @property
-    def is_agreeing(self) -> bool:
-        """True while the processes agree on their last step; the watchdog thread then polls more often."""
-        return self._pledged is not None and self._end is None
+    def is_pending(self) -> bool:
+        """True while the last step is undecided; the watchdog thread then polls more often."""
+        return self._proposed is not None and self._last_step is None
 
     def __enter__(self) -> "StopSignals":
         for number in (signal.SIGTERM, signal.SIGINT):

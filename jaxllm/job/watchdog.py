@@ -33,23 +33,23 @@ class Watchdog:
     Args:
       job: the job to watch.
     Attributes:
-      tick: called at every poll; the training loop sets it to `Stop.tick`.
-      is_hurried: returns True if polls should be more frequent.
-      last_good: returns a phrase about the last good checkpoint, for the error line.
+      on_poll: called at every poll; the training loop sets it to `StopSignals.poll`.
+      needs_fast_polling: returns True if polls should be more frequent.
+      checkpoint_status: returns a phrase about the last good checkpoint, for the error line.
     """
 
     def __init__(self, job: Job):
-        self.tick: Callable[[], None] = lambda: None
-        self.is_hurried: Callable[[], bool] = lambda: False
-        self.last_good: Callable[[], str] = lambda: "no checkpoint was looked for yet"
+        self.on_poll: Callable[[], None] = lambda: None
+        self.needs_fast_polling: Callable[[], bool] = lambda: False
+        self.checkpoint_status: Callable[[], str] = lambda: "checkpoints were not opened yet"
         self._job = job
-        self._signs: dict[str, tuple[str, float]] = {}
+        self._heartbeats: dict[str, tuple[str, float]] = {}
         self._closing = threading.Event()
-        self._last_words = threading.Lock()  # never released
-        self._signed = 0.0
+        self._reporting = threading.Lock()  # never released
+        self._last_heartbeat = 0.0
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         if not job.is_alone:
-            _on_abort(self._aborted)
+            _on_abort(self._report_abort)
             self._thread.start()
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Watchdog:
             self._closing.set()
             self._thread.join()
 
-    def failed(self, error: BaseException, line: str) -> None:
+    def report_failure(self, error: BaseException, line: str) -> None:
         """Reports to the other processes that this one ends with an error, and waits briefly so that they can read it.
 
         A device error may be the consequence of a dead process, so it first waits for the heartbeats to show one. If
@@ -79,10 +79,10 @@ class Watchdog:
             self._closing.set()
             self._job.put(f"failed/{self._job.index}", line)
             self._wait_for_others()
-        except Exception as trouble:  # without the service the others cannot be reached
+        except Exception as unreachable:  # without the service the others cannot be reached
             if of_devices and not self._job.is_leader:
-                self._end(self._is_gone("0"))
-            print(f"(the other processes could not be told: {type(trouble).__name__})", file=sys.stderr)
+                self._exit_process(self._gone("0"))
+            print(f"(could not notify the other processes: {type(unreachable).__name__})", file=sys.stderr)
 
     def _wait_for_others(self) -> None:
         """Makes process 0 exit last: the service ends with it, and the other processes would abort."""
@@ -93,39 +93,39 @@ class Watchdog:
 
     def _watch(self) -> None:
         reached = time.monotonic()
-        while not self._closing.wait(_POLL_SECONDS / 10 if self.is_hurried() else _POLL_SECONDS):
+        while not self._closing.wait(_POLL_SECONDS / 10 if self.needs_fast_polling() else _POLL_SECONDS):
             try:
                 self._poll()
                 reached = time.monotonic()
             except Exception as error:  # may be transient; reported below if it persists
                 if time.monotonic() - reached > _GONE_SECONDS_SUSPECT:
-                    self._end(f"{self._is_gone('0')} ({type(error).__name__})")
+                    self._exit_process(f"{self._gone('0')} ({type(error).__name__})")
 
     def _poll(self) -> None:
         now = time.monotonic()
-        if now - self._signed >= _HEARTBEAT_SECONDS:
-            self._job.put(f"signs/{self._job.index}", str(time.time_ns()))
-            self._signed = now
+        if now - self._last_heartbeat >= _HEARTBEAT_SECONDS:
+            self._job.put(f"heartbeats/{self._job.index}", str(time.time_ns()))
+            self._last_heartbeat = now
             if self._job.is_leader:
-                self._record_dead(now)
-        self.tick()
+                self._mark_dead(now)
+        self.on_poll()
         for process, line in self._job.read("failed").items():
             if int(process) != self._job.index:
-                self._end(f"process {process} has failed: {line}", leave=True)
+                self._exit_process(f"process {process} failed: {line}", leave=True)
         for process in self._job.read("gone"):
-            self._end(self._is_gone(process))
+            self._exit_process(self._gone(process))
 
-    def _record_dead(self, now: float) -> None:
+    def _mark_dead(self, now: float) -> None:
         limit = _GONE_SECONDS_SUSPECT if self._job.read("suspect") else _GONE_SECONDS
-        signs = self._job.read("signs")
+        heartbeats = self._job.read("heartbeats")
         for process in map(str, range(self._job.count)):
-            sign = signs.get(process, "")
-            if process not in self._signs or self._signs[process][0] != sign:
-                self._signs[process] = (sign, now)
-            elif now - self._signs[process][1] > limit:
+            heartbeat = heartbeats.get(process, "")
+            if process not in self._heartbeats or self._heartbeats[process][0] != heartbeat:
+                self._heartbeats[process] = (heartbeat, now)
+            elif now - self._heartbeats[process][1] > limit:
                 self._job.put(f"gone/{process}", "yes")
 
-    def _end(self, reason: str, leave: bool = False) -> None:
+    def _exit_process(self, reason: str, leave: bool = False) -> None:
         """Ends the process with status 1; with `leave`, only if it does not exit by itself within the grace period."""
         if leave and self._closing.wait(_GRACE_SECONDS):
             return
@@ -138,23 +138,23 @@ class Watchdog:
 
     def _print(self, reason: str) -> None:
         """Prints why the process ends, once: the first thread to get here ends the process, and other threads block."""
-        self._last_words.acquire()
+        self._reporting.acquire()
         print(
-            f"error: {reason}; {self.last_good()}; run the same command again, in every process, to go on from there",
+            f"error: {reason}; {self.checkpoint_status()}; run the same command again, in every process, to resume",
             file=sys.stderr,
             flush=True,
         )
 
-    def _is_gone(self, process: str) -> str:
-        return f"process {process} of {self._job.count} is gone: it was killed, or its machine is down"
+    def _gone(self, process: str) -> str:
+        return f"lost process {process} of {self._job.count}: it was killed, or its machine is down"
 
-    def _aborted(self) -> None:
+    def _report_abort(self) -> None:
         if self._job.is_leader:
-            last = max((seen for _, seen in self._signs.values()), default=0.0)
-            late = [process for process, (_, seen) in self._signs.items() if last - seen > _GONE_SECONDS_SUSPECT]
-            self._print(self._is_gone(late[0]) if late else "the job's coordination has failed")
+            last = max((seen for _, seen in self._heartbeats.values()), default=0.0)
+            late = [process for process, (_, seen) in self._heartbeats.items() if last - seen > _GONE_SECONDS_SUSPECT]
+            self._print(self._gone(late[0]) if late else "the job's coordination service failed")
         else:
-            self._print(self._is_gone("0"))
+            self._print(self._gone("0"))
         os._exit(1)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxllm import commandline
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import Result, SampleRequest, Times
@@ -43,7 +44,7 @@ class Conversation:
         self._generator, self._text, self._request = generator, text, request
         self.messages: list[Message] = []
 
-    def say(self, text: str, on_text: Callable[[str], None]) -> tuple[Result, Times]:
+    def send(self, text: str, on_text: Callable[[str], None]) -> tuple[Result, Times]:
         """Runs one turn: adds the user's text and generates the answer.
 
         Args:
@@ -88,46 +89,45 @@ def run(
         terminal, the error of a failed turn is printed instead, and the turn is left out of the conversation.
     """
     if opened.text.tokenizer is None:
-        raise UserError(f"{opened.source} has no tokenizer; --chat needs one")
+        raise UserError(f"{opened.source} has no tokenizer, which --chat needs; use a model that has one")
     tokenizer = ChatTokenizer(opened.text.tokenizer)
     tokenizer.end_ids = opened.text.end_ids or tokenizer.end_ids
-    billed: list[SamplingBill] = []
+    bills: list[SamplingBill] = []
 
     def admit(_rows: int, tokens: int) -> None:
-        made = bill(tokens)
-        if not billed:
-            _tell(made.lines())
-        made.admit()
-        billed.append(made)
+        bills.append(bill(tokens))
+        if len(bills) == 1:
+            commandline.log(*bills[0].lines())
+        bills[-1].admit()
 
     first = engine.encode(_rendered(opened.text, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
-    with out_of_memory.explained(lambda error: billed[-1].oom_message("in the conversation", error)):
+    with out_of_memory.explained(lambda error: bills[-1].oom_message("in the conversation", error)):
         generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit)
-        said = _talk(Conversation(generator, opened.text, request), prompts, as_json)
-    if said:
-        _tell(billed[-1].reconcile(generator.live, generator.compiled_peaks()))
-        _tell([_describe([times for _, times in said])])
+        turns = _run_turns(Conversation(generator, opened.text, request), prompts, as_json)
+    if turns:
+        commandline.log(*bills[-1].reconcile(generator.live, generator.compiled_peaks()))
+        commandline.log(_describe([times for _, times in turns]))
 
 
-def _talk(conversation: Conversation, prompts: Sequence[str], as_json: bool) -> list[tuple[Result, Times]]:
-    typed = not prompts and not as_json and sys.stdin.isatty()
-    said: list[tuple[Result, Times]] = []
-    for text in _lines(prompts, typed):
-        if not as_json and not typed and len(prompts) != 1:
+def _run_turns(conversation: Conversation, prompts: Sequence[str], as_json: bool) -> list[tuple[Result, Times]]:
+    interactive = not prompts and not as_json and sys.stdin.isatty()
+    turns: list[tuple[Result, Times]] = []
+    for text in _lines(prompts, interactive):
+        if not as_json and not interactive and len(prompts) != 1:
             print(f"{_CURSOR}{text}", flush=True)
         try:
-            said.append(conversation.say(text, _silent if as_json else _show))
+            turns.append(conversation.send(text, (lambda _: None) if as_json else _show))
         except UserError as error:
-            if not typed:
+            if not interactive:
                 raise
-            _tell([f"error: {error}"])
+            commandline.log(f"error: {error}")
             continue
         if not as_json:
             print(flush=True)
     if as_json:
-        print(json.dumps(_as_json(conversation, said), ensure_ascii=False), flush=True)
-    return said
+        print(json.dumps(_as_json(conversation, turns), ensure_ascii=False), flush=True)
+    return turns
 
 
 def _user(text: str) -> Message:
@@ -138,12 +138,12 @@ def _rendered(text: Text, messages: Sequence[Message]) -> str:
     return chat.render(messages, text.chat_template, text.special, add_generation_prompt=True)
 
 
-def _lines(prompts: Sequence[str], typed: bool) -> Iterator[str]:
+def _lines(prompts: Sequence[str], interactive: bool) -> Iterator[str]:
     """Yields the user's messages from the prompts, a terminal or piped lines; empty input lines are skipped."""
     if prompts:
         yield from prompts
-    elif typed:
-        _tell(["Ctrl-D ends the conversation."])
+    elif interactive:
+        commandline.log("Ctrl-D ends the conversation.")
         while True:
             try:
                 text = input(_CURSOR).strip()
@@ -156,11 +156,11 @@ def _lines(prompts: Sequence[str], typed: bool) -> Iterator[str]:
         yield from (line.strip() for line in sys.stdin if line.strip())
 
 
-def _as_json(conversation: Conversation, said: Sequence[tuple[Result, Times]]) -> dict[str, Any]:
+def _as_json(conversation: Conversation, turns: Sequence[tuple[Result, Times]]) -> dict[str, Any]:
     return {
         "messages": conversation.messages,
-        "results": [dataclasses.asdict(result) for result, _ in said],
-        "times": [dataclasses.asdict(times) for _, times in said],
+        "results": [dataclasses.asdict(result) for result, _ in turns],
+        "times": [dataclasses.asdict(times) for _, times in turns],
     }
 
 
@@ -170,19 +170,10 @@ def _describe(times: Sequence[Times]) -> str:
     first = sum(t.first_token for t in times) / len(times)
     turns = "1 turn" if len(times) == 1 else f"{len(times)} turns"
     return (
-        f"{turns}: first token after {first:.3f} s, then {rate:.1f} tokens/s ({tokens} tokens in all); "
-        f"compilation {sum(t.compile for t in times):.2f} s apart"
+        f"{turns}: first token after {first:.3f} s, then {rate:.1f} tokens/s ({tokens} tokens in total), "
+        f"excluding {sum(t.compile for t in times):.2f} s of compilation"
     )
 
 
 def _show(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _silent(text: str) -> None:
-    del text
-
-
-def _tell(lines: Sequence[str]) -> None:
-    for line in lines:
-        print(line, file=sys.stderr)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxllm.config import PrecisionConfig
+from jaxllm.config.precision import POLICY_DTYPES
 from jaxllm.step.state import LossScale
 
 # A larger scale has no benefit: times 2^24, the smallest positive float16 value (2^-24) is 1.
@@ -24,8 +25,8 @@ class Policy:
 
     Attributes:
       name: fp32 | bf16 | fp16 | bf16_pure.
-      compute: Dtype of activations, of the weights they are multiplied with, and of their gradients.
-      store: Dtype of the weights between steps.
+      compute_dtype: Dtype of activations, of the weights they are multiplied with, and of their gradients.
+      param_dtype: Dtype of the weights between steps.
     """
 
     name: str
@@ -47,14 +48,6 @@ class Policy:
         return jax.tree.map(lambda x: x.astype(self.compute_dtype), params)
 
 
-_DTYPES = {
-    "fp32": (jnp.float32, jnp.float32),
-    "bf16": (jnp.bfloat16, jnp.float32),
-    "fp16": (jnp.float16, jnp.float32),
-    "bf16_pure": (jnp.bfloat16, jnp.bfloat16),
-}
-
-
 def policy_for(name: str, platform: str) -> Policy:
     """Returns the policy that `config.precision.policy` names.
 
@@ -66,7 +59,7 @@ def policy_for(name: str, platform: str) -> Policy:
     """
     if name == "auto":
         name = "fp32" if platform == "cpu" else "bf16"
-    compute_dtype, param_dtype = _DTYPES[name]
+    compute_dtype, param_dtype = POLICY_DTYPES[name]
     return Policy(name, jnp.dtype(compute_dtype), jnp.dtype(param_dtype))
 
 

@@ -24,11 +24,11 @@ from jaxllm.job.distributed import Job
 from jaxllm.job.watchdog import Watchdog
 from jaxllm.train.trainer import Trainer
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; by default runs/<name of the config file>.")
-_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One process of a job that the cluster's environment describes.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT on the machine of process 0.")
-_PROCESSES = flags.DEFINE_integer("processes", None, "Processes of the job.")
-_PROCESS = flags.DEFINE_integer("process", None, "This process, from 0.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run (default: runs/<name of the config file>).")
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the job described by the cluster's environment.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for a job without a cluster.")
+_PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes in the job.")
+_PROCESS = flags.DEFINE_integer("process", None, "Index of this process, from 0.")
 
 
 def main() -> int:
@@ -37,27 +37,28 @@ def main() -> int:
     job = distributed.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, _DISTRIBUTED.value)
     # Only process 0 prints; the other processes print errors alone.
     console = Console(soft_wrap=False) if job.is_leader else Console(file=io.StringIO(), width=100)
-    watch = Watchdog(job)
+    watchdog = Watchdog(job)
     try:
-        status = Trainer(config, workdir, console, job, watch).run()
+        status = Trainer(config, workdir, console, job, watchdog).run()
     except BaseException as error:
         if job.is_alone:
             raise
-        _end(job, watch, error)
-    watch.close()
+        _exit_process(job, watchdog, error)
+    watchdog.close()
     distributed.leave(job)
     return status
 
 
-def _end(job: Job, watch: Watchdog, error: BaseException) -> None:
+def _exit_process(job: Job, watchdog: Watchdog, error: BaseException) -> None:
     """Reports an error, then ends this process and the job.
 
     Uses os._exit, because Python's shutdown may wait for threads that wait for dead processes.
     """
+    is_expected = isinstance(error, (UserError, RunError))
     line = " ".join(str(error).split())[:500] or type(error).__name__
-    watch.failed(error, line if isinstance(error, (UserError, RunError)) else f"{type(error).__name__}: {line}")
-    if isinstance(error, (UserError, RunError)):
-        print(f"error: {error}", file=sys.stderr)
+    watchdog.report_failure(error, line if is_expected else f"{type(error).__name__}: {line}")
+    if is_expected:
+        commandline.log(f"error: {error}")
     else:
         traceback.print_exception(error)
     sys.stdout.flush()

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxllm.data.batch import BATCH_FIELDS
-from jaxllm.data.streams import Batch
+from jaxllm.data import BATCH_FIELDS, Batch
 from jaxllm.errors import UserError
 
 
@@ -21,11 +20,11 @@ def rows_of_processes(sharding: NamedSharding, batch_size: int) -> dict[int, fro
       sharding: sharding of the global batch [batch_size, T].
       batch_size: rows of the global batch.
     """
-    held: dict[int, set[int]] = {}
+    rows_of: dict[int, set[int]] = {}
     indices: dict[Any, Any] = dict(sharding.devices_indices_map((batch_size, 1)))
     for device, (rows, _) in indices.items():
-        held.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
-    return {process: frozenset(rows) for process, rows in sorted(held.items())}
+        rows_of.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
+    return {process: frozenset(rows) for process, rows in sorted(rows_of.items())}
 
 
 def streams_of_processes(rows: dict[int, frozenset[int]], batch_size: int, streams: int) -> dict[int, list[int]]:
@@ -38,19 +37,18 @@ def streams_of_processes(rows: dict[int, frozenset[int]], batch_size: int, strea
     Raises:
       UserError: a stream fills rows of several processes, so that each of them would have to read the whole stream.
     """
-    share = batch_size // streams
+    rows_per_stream = batch_size // streams
     found: dict[int, list[int]] = {}
     for process, needed in rows.items():
-        found[process] = sorted({row // share for row in needed})
-        if len(found[process]) * share != len(needed):
+        found[process] = sorted({row // rows_per_stream for row in needed})
+        if len(found[process]) * rows_per_stream != len(needed):
             parts = len(set(rows.values()))
             # The rows of a process may not be contiguous; one stream per row always works.
             fits = [n for n in range(parts, batch_size + 1, parts) if batch_size % n == 0 and n % streams == 0]
             better = fits[0] if fits else math.lcm(parts, batch_size)
             raise UserError(
-                f"config.data.streams ({streams}) does not divide over the {parts} shares of a batch that the "
-                f"{len(rows)} processes hold, so that data would be read more than once; "
-                f"set --config.data.streams={better}"
+                f"config.data.streams ({streams}) cannot be divided among the {parts} shards of a batch on "
+                f"{len(rows)} processes without reading data twice; set --config.data.streams={better}"
             )
     return found
 

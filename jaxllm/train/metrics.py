@@ -32,14 +32,15 @@ class MetricsWriter:
         if workdir is None:
             return
         path = workdir / "metrics.jsonl"
-        _forget_after(path, first_step)
+        _drop_records_after(path, first_step)
         self._file = path.open("a")
         if tensorboard:
             try:
                 import tensorboardX
             except ImportError as error:
                 raise UserError(
-                    "config.log.tensorboard is set and tensorboardX is not installed; pip install 'jaxllm[tensorboard]'"
+                    "config.log.tensorboard needs tensorboardX, which is not installed; pip install "
+                    "'jaxllm[tensorboard]'"
                 ) from error
             self._tensorboard = tensorboardX.SummaryWriter(
                 str(workdir / "tensorboard"), purge_step=first_step + 1 if first_step else None
@@ -79,7 +80,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
-def _forget_after(path: pathlib.Path, step: int) -> None:
+def _drop_records_after(path: pathlib.Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read(path) if record["step"] <= step]

@@ -1,6 +1,7 @@
-"""Progress display of a training run: a live bar on a terminal, periodic lines otherwise."""
+"""Progress display of a training run (a live bar on a terminal, periodic lines otherwise), and its time by phase."""
 
 import math
+import time
 
 from rich import progress
 from rich.console import Console
@@ -66,9 +67,36 @@ class Display:
     def describe(self, step: int, loss: float) -> str:
         rate = self._mean_tokens / self._mean_seconds
         flops = rate * self._flops_per_token
-        share = f" ({flops / self._peak_flops:.0%} of peak)" if self._peak_flops else ""
+        of_peak = f" ({flops / self._peak_flops:.0%} of peak)" if self._peak_flops else ""
         left = _duration((self._steps - step) * self._mean_seconds)
-        return f"loss {loss:.3f}  {rate:,.0f} tok/s  {_si(flops)}FLOP/s{share}  {left} left"
+        return f"loss {loss:.3f}  {rate:,.0f} tok/s  {_si(flops)}FLOP/s{of_peak}  {left} left"
+
+
+class PhaseTimer:
+    """Wall-clock time of a run by phase; every second belongs to exactly one phase, so the phases sum to the total.
+
+    JAX dispatches asynchronously, so end a phase where the host waits for a result (`float(metric)`), not where the
+    computation was dispatched.
+
+    Attributes:
+      seconds: total seconds of each phase.
+    """
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end_phase(self, name: str) -> float:
+        """Adds the seconds since the end of the previous phase to `name`, and returns them."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        return seconds
+
+    @property
+    def total(self) -> float:
+        """Seconds since the timer was created."""
+        return time.perf_counter() - self._start
 
 
 def _si(value: float) -> str:

@@ -245,7 +245,7 @@ def test_resolve_keeps_ungrouped_heads_ungrouped(name: str, changes: dict[str, i
 
 
 def test_unknown_name_tells_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"'llama-3-8b', which is no known model; nearest: .*\bllama3-8b\b"):
+    with pytest.raises(UserError, match=r"'llama-3-8b', which is not a known model; nearest: .*\bllama3-8b\b"):
         resolve(ModelConfig(name="llama-3-8b"))
 
 

@@ -79,7 +79,7 @@ def flip(folder):
 
 
 DAMAGES = {
-    "truncated file": (truncate, "bytes of"),
+    "truncated file": (truncate, "bytes instead of"),
     "flipped bit": (flip, "CRC-32"),
     "missing file": (lambda folder: biggest(folder).unlink(), "is missing"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
@@ -142,7 +142,7 @@ def test_other_configuration_is_refused(tmp_path, run):
     saved(tmp_path, run)
     other = runs.tiny_config("unused", optimizer_name="lion")
     store = checkpoint.Checkpointer(tmp_path, other, lambda text: None)
-    with pytest.raises(UserError, match=r"config.optimizer.name was 'adamw' and is 'lion'"):
+    with pytest.raises(UserError, match=r"config.optimizer.name was 'adamw' and is now 'lion'"):
         store.restore(run[2])
     store.close()
 

@@ -65,7 +65,7 @@ def test_from_dict_refuses_unknown_keys() -> None:
         config_tree.from_dict({"train": {"stepz": 1}})
     with pytest.raises(UserError, match=r"'trian'; did you mean 'train'"):
         config_tree.from_dict({"trian": {"steps": 1}})
-    with pytest.raises(UserError, match=r"config\.train is 3; it must be a table"):
+    with pytest.raises(UserError, match=r"config\.train is 3; it must be a mapping"):
         config_tree.from_dict({"train": 3})
 
 
@@ -128,9 +128,9 @@ def test_choices(path: str) -> None:
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("path", validate._LEAST)
+@pytest.mark.parametrize("path", validate._MINIMUMS)
 def test_least_values(path: str) -> None:
-    least = validate._LEAST[path]
+    least = validate._MINIMUMS[path]
     assert message({path: least - 1}) == f"config.{path} is {least - 1}; it must be at least {least}"
 
 
@@ -191,7 +191,7 @@ RELATIONS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
     "factors of other pairs": (
         {"model.name": "phi4-mini", "model.rope_dim": 128},
-        ["config.model.rope_short_factors has 48 numbers", "each of the 64 pairs"],
+        ["config.model.rope_short_factors has 48 values", "each of the 64 rotated pairs"],
         {"model.rope_dim": 96},
     ),
     "a factor that is not positive": (
@@ -247,12 +247,12 @@ RELATIONS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
     "batch and micro-batches": (
         {"train.batch_size": 8, "train.accumulate": 3},
-        ["config.train.batch_size (8)", "config.train.accumulate (3)", "config.mesh.data (1)", "next that is: 9"],
+        ["config.train.batch_size (8)", "config.train.accumulate (3)", "config.mesh.data (1)", "next multiple is 9"],
         {"train.batch_size": 9},
     ),
     "batch and devices": (
         {"train.batch_size": 8, "train.accumulate": 2, "mesh.data": 8},
-        ["config.train.batch_size (8)", "config.train.accumulate (2)", "config.mesh.data (8)", "next that is: 16"],
+        ["config.train.batch_size (8)", "config.train.accumulate (2)", "config.mesh.data (8)", "next multiple is 16"],
         {"train.batch_size": 16},
     ),
     "long warm-up": (

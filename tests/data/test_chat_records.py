@@ -10,8 +10,7 @@ import steps
 from chats import BEGIN, CHATML, END, START, byte_level, text, write
 
 from jaxllm.config import DataConfig
-from jaxllm.data import conversations, pipeline, sources, turns
-from jaxllm.data.batch import BATCH_FIELDS
+from jaxllm.data import BATCH_FIELDS, conversations, pipeline, sources, turns
 from jaxllm.errors import UserError
 from jaxllm.interop.chat import ChatTokenizer
 from jaxllm.interop.text import Text
@@ -89,13 +88,13 @@ def test_a_template_that_drops_old_thoughts():
 
 def test_a_template_that_hides_where_an_answer_is(tmp_path):
     backwards = CHATML.replace("in messages", "in messages | reverse")
-    with pytest.raises(UserError, match=r"c.jsonl:1: the chat template writes what stands before message 2 otherwise"):
+    with pytest.raises(UserError, match=r"c.jsonl:1: the chat template renders the text before message 2 differently"):
         opened(tmp_path, [{"prompt": "a", "answer": "b"}], of=text(backwards))
     # A whole answer changes once other messages follow, and no end token marks where it ends.
     numbered = (
         "{% for m in messages %}{{ m.content + ('!' if loop.last and m.role == 'assistant' else '') }}{% endfor %}"
     )
-    with pytest.raises(UserError, match="no end token tells where it ends"):
+    with pytest.raises(UserError, match="no end token marks where it ends"):
         turns.encode(TWO_TURNS, text(numbered))
 
 
@@ -139,13 +138,13 @@ def test_system_turns_are_read_and_not_trained(template, want, begins):
         assert trained(made) == want
         said = bytes(i for i in made.ids.tolist() if i < 256).decode()
         assert ("Be brief." in said) == (messages[0] is SYSTEM)
-        cut = conversations._fitted(made, int(np.flatnonzero(made.answers == 2)[0]) + 1)
-        assert trained(cut.turns) == [want[0], want[1][:1]]
-        assert (cut.is_cut, cut.lost) == (True, 0)
-        short = conversations._fitted(made, int(np.flatnonzero(made.answers == 2)[0]))
-        assert trained(short.turns) == want[:1]
-        assert short.lost == 1
-        assert len(short.turns.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # drops the unanswered question
+        kept, is_truncated, lost = conversations._truncate(made, int(np.flatnonzero(made.answers == 2)[0]) + 1)
+        assert trained(kept) == [want[0], want[1][:1]]
+        assert (is_truncated, lost) == (True, 0)
+        kept, _, lost = conversations._truncate(made, int(np.flatnonzero(made.answers == 2)[0]))
+        assert trained(kept) == want[:1]
+        assert lost == 1
+        assert len(kept.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # drops the unanswered question
 
 
 def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):
@@ -157,13 +156,13 @@ def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):
 def test_ids_beyond_the_vocabulary_stop_the_run_before_its_first_step(tmp_path):
     """<|im_end|> is 258: the tokenizer has the id but the model has no row for it, and a lookup would clamp it."""
     assert len(opened(tmp_path, [{"messages": TWO_TURNS}])) == 1
-    with pytest.raises(UserError, match=r"c.jsonl:1 has the token <\|im_end\|> of id 258 and .* vocab_size is 258"):
+    with pytest.raises(UserError, match=r"c.jsonl:1 has the token <\|im_end\|> with id 258, but .* vocab_size is 258"):
         opened(tmp_path, [{"messages": TWO_TURNS}], vocab_size=258)
     plain = Text(byte_level(False), end_ids=(END,))  # no template: the end id is appended without appearing in the text
     with pytest.raises(UserError, match=r"id 258"):
         opened(tmp_path, [{"prompt": "a", "answer": "b"}], of=plain, vocab_size=258)
     config = DataConfig(source="chat", path=str(tmp_path / "*.jsonl"), sequence_length=32)
-    with pytest.raises(UserError, match=r"of id 256 and the model's vocab_size is 200"):
+    with pytest.raises(UserError, match=r"with id 256, but the model's vocab_size is 200"):
         sources.split(config, 200)
 
 
@@ -193,23 +192,23 @@ def test_long_ones_are_cut_and_told(tmp_path):
     assert found[0]["tokens"].tolist() == ids_of(question + "It is")
     assert found[0]["weights"].sum() == head
     (note,) = found.notes
-    assert "of 3 conversations" in note
-    assert f"2 are longer than config.data.sequence_length ({length})" in note
-    assert "2 answers are missing whole, and 1 conversations have none left" in note
-    with pytest.raises(UserError, match=r"sequence_length \(8\) leaves nothing of any answer"):
+    assert "2 of 3 conversations" in note
+    assert f"longer than config.data.sequence_length ({length})" in note
+    assert "2 answers were removed entirely, and 1 conversations had no answer left" in note
+    with pytest.raises(UserError, match=r"sequence_length \(8\) is too short to keep any answer"):
         opened(tmp_path, records, 8)
 
 
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ([1], r"c.jsonl:1 is a list; a line is \{\"messages\""),
-        ({"prompt": "a"}, "c.jsonl:1 has prompt; a line is"),
-        ({"question": "a", "answer": "b"}, "c.jsonl:1 has question, answer; a line is"),
-        ({"messages": []}, "c.jsonl:1 has messages that are no list, or an empty one"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "c.jsonl:1: message 1 has no role and content"),
-        ({"prompt": "a", "answer": None}, "c.jsonl:1: message 2 has no role and content"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "c.jsonl:1 has no message of the role 'assistant'"),
+        ([1], r"c.jsonl:1 is a list; each line must be \{\"messages\""),
+        ({"prompt": "a"}, "c.jsonl:1 has the fields prompt; each line must be"),
+        ({"question": "a", "answer": "b"}, "c.jsonl:1 has the fields question, answer; each line must be"),
+        ({"messages": []}, "c.jsonl:1: messages must be a non-empty list"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "c.jsonl:1: message 1 needs a role and a content"),
+        ({"prompt": "a", "answer": None}, "c.jsonl:1: message 2 needs a role and a content"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "c.jsonl:1 has no message with role 'assistant'"),
     ],
 )
 def test_lines_that_are_no_conversation(tmp_path, record, said):

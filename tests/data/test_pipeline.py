@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm.config import DataConfig
+from jaxllm.data import BATCH_FIELDS, pipeline, sources
 from jaxllm.data import documents as documents_lib
-from jaxllm.data import pipeline, sources
-from jaxllm.data.batch import BATCH_FIELDS
 from jaxllm.errors import UserError
 from jaxllm.interop import text as texts
 from jaxllm.interop.tokenizer import ByteTokenizer
@@ -280,7 +279,7 @@ def test_resuming_with_another_number_of_processes_goes_on_with_the_same_batches
             part.set_state(state)
         assert all(same(joined(resumed), batch) for batch in want), processes
     del state["3"]
-    with pytest.raises(UserError, match="no saved place in stream 3"):
+    with pytest.raises(UserError, match="no position for data stream 3"):
         resumed[0].set_state(state)
 
 
@@ -303,9 +302,11 @@ def test_one_stream_is_what_it_always_was():
 
 
 def test_streams_that_cannot_be_filled_are_refused():
-    with pytest.raises(UserError, match=r"batch_size \(5\) is not a multiple of config.data.streams \(2\).*: 6"):
+    with pytest.raises(
+        UserError, match=r"batch_size \(5\) is not a multiple of config.data.streams \(2\).*next multiple is 6"
+    ):
         train(TEXTS, 5, streams=2)
-    with pytest.raises(UserError, match=r"streams \(8\) is more than the training documents \(5\)"):
+    with pytest.raises(UserError, match=r"streams \(8\) exceeds the number of training documents \(5\)"):
         train([text * 20 for text in TEXTS[5:10]], 8, streams=8)
 
 
@@ -387,9 +388,9 @@ def test_ends_of_documents_beyond_the_vocabulary_are_refused(tmp_path):
         source="text", path=str(tmp_path / "*.txt"), tokenizer=str(tmp_path / "made"), sequence_length=8
     )
     assert next(pipeline.train_iterator(config, 1, vocab_size=chats.END + 1))["tokens"].max() <= chats.END
-    with pytest.raises(UserError, match=rf"begins or ends documents with the id {chats.END}, and .*vocab_size is 258"):
+    with pytest.raises(UserError, match=rf"begins or ends documents with id {chats.END}, but .*vocab_size is 258"):
         pipeline.train_iterator(config, 1, vocab_size=chats.END)
-    with pytest.raises(UserError, match=rf"with the id {chats.BEGIN}, and .*vocab_size is 256"):
+    with pytest.raises(UserError, match=rf"with id {chats.BEGIN}, but .*vocab_size is 256"):
         pipeline.train_iterator(config, 1, vocab_size=256)
     with pytest.raises(UserError, match=r"has 259 ids, more than config.model.vocab_size \(200\)"):
         pipeline.train_iterator(config, 1, vocab_size=200)

@@ -85,7 +85,7 @@ def test_lone_text_file_is_cut_at_lines_without_loss(tmp_path):
     offsets = sorted(documents, key=lambda name: int(name.split(":")[1]))
     assert offsets[0] == "a.txt:0"
     assert "".join(documents[name] for name in offsets) == text
-    assert len(offsets) >= documents_lib.LONE_FILE_PIECES
+    assert len(offsets) >= documents_lib.SINGLE_FILE_DOCUMENTS
     assert documents[offsets[0]].endswith("\n")
     parts = sources.split(data("text", tmp_path / "a.txt", validation_fraction=0.2), 257)
     assert 0 < len(parts.validation) < len(parts.training)
@@ -95,7 +95,7 @@ def test_a_long_line_is_cut_between_characters(tmp_path):
     text = "a" + "日" * 10_000
     (tmp_path / "a.txt").write_bytes(text.encode())
     documents = everything(data("text", tmp_path / "a.txt"))
-    assert len(documents) >= documents_lib.LONE_FILE_PIECES
+    assert len(documents) >= documents_lib.SINGLE_FILE_DOCUMENTS
     assert "".join(documents[name] for name in sorted(documents, key=lambda name: int(name.split(":")[1]))) == text
 
 
@@ -110,8 +110,8 @@ def test_several_text_files_are_held_out_whole_and_pieces_are_bounded(tmp_path):
     assert files[0] | files[1] == {f"sub/{n}.txt" for n in range(6)}
     assert not files[0] & files[1]
     sizes = [len(text) for text in everything(config).values()]
-    assert max(sizes) <= documents_lib.PIECE_BYTES
-    assert max(sizes) > documents_lib.PIECE_BYTES - len(line)
+    assert max(sizes) <= documents_lib.MAX_DOCUMENT_BYTES
+    assert max(sizes) > documents_lib.MAX_DOCUMENT_BYTES - len(line)
     assert all(size % len(line) == 0 for size in sizes)
 
 
@@ -196,14 +196,14 @@ def test_validation_path_is_used_whole_and_taken_out_of_training(tmp_path):
 
 def test_error_no_match_and_empty(tmp_path):
     assert "matches no file; check the path" in message(data("text", tmp_path / "*.txt"))
-    assert "it is a folder, write" in message(data("text", tmp_path))
+    assert "it is a folder, use" in message(data("text", tmp_path))
     (tmp_path / "a.txt").write_text("x\n" * 300)
     assert "config.data.validation_path" in message(data("text", tmp_path / "a.txt", validation_path="nowhere/*"))
     (tmp_path / "b.txt").write_text("")
     assert "b.txt is empty" in message(data("text", tmp_path / "*.txt"))
 
 
-@pytest.mark.parametrize("before", [0, 10, documents_lib.CHUNK - 1, documents_lib.CHUNK + 5])
+@pytest.mark.parametrize("before", [0, 10, documents_lib.CHECK_CHUNK - 1, documents_lib.CHECK_CHUNK + 5])
 def test_error_text_not_utf8_names_the_byte(tmp_path, before):
     (tmp_path / "a.txt").write_bytes(b"a" * before + b"\xe6\x97" + b"tail")
     assert f"a.txt is not UTF-8 at byte {before} " in message(data("text", tmp_path / "a.txt"))
@@ -219,10 +219,10 @@ def test_error_text_that_ends_inside_a_character(tmp_path):
     [
         (b"{broken", "a.jsonl:2 is not JSON"),
         (b'{"body": "x"}', "a.jsonl:2 has no field 'text' (it has body); set config.data.text_field"),
-        (b"[1]", "a.jsonl:2 has no field 'text' (it has a list, not an object)"),
+        (b"[1]", "a.jsonl:2 has no field 'text' (it is a list, not an object)"),
         (b'{"text": 3}', "a.jsonl:2 has 'text' of type int, not a string"),
         (b'{"text": "\xff"}', "a.jsonl:2 is not UTF-8 at byte 10"),
-        (b'{"text": "\\ud800"}', "a.jsonl:2 has half of a surrogate pair at character 0"),
+        (b'{"text": "\\ud800"}', "a.jsonl:2 has an unpaired surrogate at character 0"),
     ],
 )
 def test_error_jsonl(tmp_path, line, said):
@@ -237,7 +237,7 @@ def test_error_damaged_files(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(b"no such thing")
     assert "a.jsonl.zst cannot be read" in message(data("jsonl", tmp_path / "a.jsonl.zst"))
     (tmp_path / "a.parquet").write_bytes(b"no such thing")
-    assert "a.parquet is not Parquet" in message(data("parquet", tmp_path / "a.parquet"))
+    assert "a.parquet is not a Parquet file" in message(data("parquet", tmp_path / "a.parquet"))
 
 
 def test_error_parquet_column(tmp_path):

@@ -91,7 +91,7 @@ def test_every_device_is_told_by_its_own_description():
 def test_names():
     assert by_name("H100") is by_name("h100")
     assert by_name("auto") is detect.this_machine()
-    with pytest.raises(UserError, match=r"--device h1000: no such device; did you mean h100\?"):
+    with pytest.raises(UserError, match=r"--device h1000: unknown; did you mean h100\?"):
         by_name("h1000")
     with pytest.raises(UserError, match=r"did you mean a100-80gb\?"):
         by_name("a100-80")
@@ -220,18 +220,18 @@ def test_what_other_processes_hold_is_not_there(monkeypatch):
 def test_an_unknown_accelerator_has_the_memory_that_its_backend_tells():
     device = attached("gpu", "NVIDIA Unheard 900", {"bytes_limit": 10 * GIB})
     assert (device.memory_bytes, device.reserved_bytes, device.bandwidth, device.peak_flops) == (10 * GIB, 0, None, {})
-    assert "not in the tables" in device.source
+    assert "not in jaxllm's device tables" in device.source
     assert attached("gpu", "NVIDIA Unheard 900", {}).memory_bytes is None
 
 
 def test_a_control_group_s_memory(tmp_path):
-    assert detect._control_group(tmp_path) == (None, 0)
+    assert detect._cgroup_memory(tmp_path) == (None, 0)
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 2000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert detect._control_group(tmp_path) == (None, 3000)
+    assert detect._cgroup_memory(tmp_path) == (None, 3000)
     (tmp_path / "memory.max").write_text("8000\n")
-    assert detect._control_group(tmp_path) == (8000, 3000)
+    assert detect._cgroup_memory(tmp_path) == (8000, 3000)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -254,7 +254,7 @@ def test_gpus_come_eight_to_a_host():
     assert isinstance(target, GpuTarget)
     shapes = {count: target.topology(count)["topology"] for count in (1, 3, 8, 16, 64)}
     assert shapes == {1: "1x1x1", 3: "1x1x3", 8: "1x1x8", 16: "1x2x8", 64: "1x8x8"}
-    with pytest.raises(UserError, match=r"12 GPUs are not whole hosts of 8; the nearest counts are 8 and 16"):
+    with pytest.raises(UserError, match=r"12 GPUs do not fill hosts of 8; use 8 or 16"):
         target.topology(12)
 
 

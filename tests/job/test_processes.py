@@ -57,11 +57,11 @@ class JobOnThisMachine:
     def finish(self, seconds=200):
         """Returns [(status, standard output, standard error)], one per process."""
         try:
-            told = [process.communicate(timeout=seconds) for process in self.processes]
+            results = [process.communicate(timeout=seconds) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
-        return [(process.returncode, *texts) for process, texts in zip(self.processes, told, strict=True)]
+        return [(process.returncode, *texts) for process, texts in zip(self.processes, results, strict=True)]
 
     def wait_for(self, step):
         path = self.workdir / "checkpoints" / f"{step:08d}"
@@ -93,10 +93,10 @@ def two(corpus, tmp_path_factory):
 
 
 def test_one_writer(two):
-    _, workdir, told = two
-    assert [status for status, *_ in told] == [0, 0], told
-    assert "step 60/60" in told[0][1]
-    assert told[1][1] == told[1][2] == "", "a process beside the first says nothing"
+    _, workdir, results = two
+    assert [status for status, *_ in results] == [0, 0], results
+    assert "step 60/60" in results[0][1]
+    assert results[1][1] == results[1][2] == "", "a process beside the first says nothing"
     assert [r["step"] for r in steps_of(workdir)] == list(range(1, STEPS + 1))
     assert len([r for r in metrics.read(workdir / "metrics.jsonl") if r["kind"] == "eval"]) == 1
     places = sorted(path.name for path in (workdir / "checkpoints" / f"{STEPS:08d}" / "data").iterdir())
@@ -125,9 +125,9 @@ def test_four_processes_go_on_where_two_stood(two, tmp_path):
     shutil.copy(folder / "c.py", tmp_path)
     shutil.copytree(workdir / "checkpoints" / "00000050", tmp_path / "run" / "checkpoints" / "00000050")
     job = JobOnThisMachine(tmp_path, 4)
-    told = job.finish()
-    assert [status for status, *_ in told] == [0] * 4, told
-    assert "after step 50" in told[0][1]
+    results = job.finish()
+    assert [status for status, *_ in results] == [0] * 4, results
+    assert "after step 50" in results[0][1]
     want = [r["loss"] for r in steps_of(workdir) if r["step"] > 50]
     assert [r["loss"] for r in steps_of(job.workdir) if r["step"] > 50] == pytest.approx(want, abs=1e-5)
 
@@ -146,14 +146,14 @@ def test_a_killed_process_ends_the_job_and_the_restart_is_exact(two, tmp_path, v
     assert status == 1, errors
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, errors
-    assert f"process {victim} of 2 is gone" in lines[0]
+    assert f"lost process {victim} of 2" in lines[0]
     assert re.search(r"the last good checkpoint is \S+/000000\d0; run the same command again", lines[0])
     assert "Traceback" not in errors
     if victim == 0:
         return  # one restart is sufficient
-    told = JobOnThisMachine(tmp_path, 2).finish()
-    assert [status for status, *_ in told] == [0, 0], told
-    assert "resuming" in told[0][1]
+    results = JobOnThisMachine(tmp_path, 2).finish()
+    assert [status for status, *_ in results] == [0, 0], results
+    assert "resuming" in results[0][1]
     _, got = runs.trained(job.workdir)
     _, want = runs.trained(workdir)
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -166,9 +166,9 @@ def test_an_error_of_one_process_and_a_signal_to_one(corpus, tmp_path):
     job = JobOnThisMachine(tmp_path, 2)
     job.wait_for(10)
     job.processes[1].send_signal(signal.SIGTERM)
-    told = job.finish(60)
-    assert [status for status, *_ in told] == [128 + signal.SIGTERM] * 2, told
-    step = int(re.search(r"SIGTERM: saved after step ([\d,]+)", told[0][1])[1].replace(",", ""))
+    results = job.finish(60)
+    assert [status for status, *_ in results] == [128 + signal.SIGTERM] * 2, results
+    step = int(re.search(r"SIGTERM: saved after step ([\d,]+)", results[0][1])[1].replace(",", ""))
     assert steps_of(job.workdir)[-1]["step"] == step
 
     text = (tmp_path / "c.py").read_text()
@@ -177,10 +177,10 @@ def test_an_error_of_one_process_and_a_signal_to_one(corpus, tmp_path):
             repr(corpus), f"'/nowhere/*' if '--process=1' in sys.argv else {corpus!r}"
         )
     )
-    told = JobOnThisMachine(tmp_path, 2, workdir="other").finish(100)
-    assert [status for status, *_ in told] == [1, 2], told
-    assert "process 1 has failed: config.data.path '/nowhere/*' matches no file" in told[0][2]
-    assert told[1][2].count("\n") == 1
+    results = JobOnThisMachine(tmp_path, 2, workdir="other").finish(100)
+    assert [status for status, *_ in results] == [1, 2], results
+    assert "process 1 failed: config.data.path '/nowhere/*' matches no file" in results[0][2]
+    assert results[1][2].count("\n") == 1
 
 
 WITHOUT_SERVICE = """
@@ -194,8 +194,8 @@ class Gone:
 
 watchdog = Watchdog(Job({index}, 2, Gone()))
 for _ in range({aborts}):
-    threading.Thread(target=watchdog._aborted).start()
-watchdog.failed({error}, "a line")
+    threading.Thread(target=watchdog._report_abort).start()
+watchdog.report_failure({error}, "a line")
 print("went on")
 """
 
@@ -207,7 +207,7 @@ def test_a_failed_collective_where_process_0_is_gone(aborts):
     ran = subprocess.run([sys.executable, "-c", script], env=runs.environment(), capture_output=True, text=True)
     assert ran.returncode == 1
     assert ran.stdout == "", "the command would print the collective's traceback"
-    assert re.fullmatch(r"error: process 0 of 2 is gone.*\n", ran.stderr), ran.stderr
+    assert re.fullmatch(r"error: lost process 0 of 2.*\n", ran.stderr), ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_other_errors_without_the_service_are_not_blamed_on_process_0(index, err
     script = WITHOUT_SERVICE.format(index=index, aborts=0, error=error)
     ran = subprocess.run([sys.executable, "-c", script], env=runs.environment(), capture_output=True, text=True)
     assert ran.stdout == "went on\n"
-    assert ran.stderr == "(the other processes could not be told: RuntimeError)\n"
+    assert ran.stderr == "(could not notify the other processes: RuntimeError)\n"
 
 
 class Service:
@@ -245,7 +245,7 @@ def stop_steps(count, signalled):
 
         def look():
             while not done.wait(0.002):
-                stop.tick()
+                stop.poll()
 
         watching = threading.Thread(target=look)
         watching.start()
@@ -287,7 +287,7 @@ def test_streams_of_processes():
     halves = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
     assert batch_rows.streams_of_processes(halves, 8, 2) == {0: [0], 1: [1]}
     assert batch_rows.streams_of_processes(halves, 8, 8) == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
-    with pytest.raises(UserError, match=r"config.data.streams \(1\).*2 shares.*2 processes.*--config.data.streams=2"):
+    with pytest.raises(UserError, match=r"config.data.streams \(1\).*2 shards.*2 processes.*--config.data.streams=2"):
         batch_rows.streams_of_processes(halves, 8, 1)
     # Two processes that differ only along `tensor` read the same rows, and one of them saves the position.
     both = {0: frozenset(range(8)), 1: frozenset(range(8))}
@@ -299,8 +299,8 @@ def test_streams_of_processes():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("here:1", None, 0, False), "--processes is missing"),
-        ((None, 2, None, False), "--coordinator, --process is missing"),
+        (("here:1", None, 0, False), "missing --processes"),
+        ((None, 2, None, False), "missing --coordinator, --process"),
         (("here", 2, 0, False), "HOST:PORT"),
         (("here:1", 2, 2, False), "between 0 and 1"),
         (("here:1", 0, 0, False), "at least 1"),

@@ -49,18 +49,18 @@ class Fake:
 
 
 def test_every_turn_takes_in_the_whole_conversation(file):
-    fake, heard = Fake(), []
+    fake, received = Fake(), []
     conversation = chat.Conversation(fake, gguf.open_file(file).text, SampleRequest())
-    conversation.say("one", heard.append)
-    conversation.say("two", heard.append)
+    conversation.send("one", received.append)
+    conversation.send("two", received.append)
     assert fake.prompts == ["[user]one\n[assistant]", "[user]one\n[assistant]answer 1\n[user]two\n[assistant]"]
-    assert "".join(heard) == "answer 1answer 2"
+    assert "".join(received) == "answer 1answer 2"
     before = list(conversation.messages)
     for refused, words in (("bad", "rejects this conversation: no bad words"), ("too long", "300 tokens")):
         with pytest.raises(UserError, match=words):
-            conversation.say(refused, heard.append)
+            conversation.send(refused, received.append)
         assert conversation.messages == before  # as if the message had not been sent
-    conversation.say("three", heard.append)
+    conversation.send("three", received.append)
     assert [m["content"] for m in conversation.messages] == ["one", "answer 1", "two", "answer 2", "three", "answer 3"]
 
 
@@ -76,14 +76,14 @@ def test_at_a_terminal_a_turn_that_fails_is_told_and_the_next_one_is_heard(file,
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     conversation = chat.Conversation(Fake(), gguf.open_file(file).text, SampleRequest())
-    said = chat._talk(conversation, [], as_json=False)
-    told = capsys.readouterr()
-    assert len(said) == 2
-    assert told.out == "answer 1\nanswer 2\n\n"
-    assert "Ctrl-D ends" in told.err
-    assert "error: the model's chat template rejects this conversation: no bad words" in told.err
+    turns = chat._run_turns(conversation, [], as_json=False)
+    printed = capsys.readouterr()
+    assert len(turns) == 2
+    assert printed.out == "answer 1\nanswer 2\n\n"
+    assert "Ctrl-D ends" in printed.err
+    assert "error: the model's chat template rejects this conversation: no bad words" in printed.err
     with pytest.raises(UserError, match="no bad words"):  # given as a prompt, the error ends the command
-        chat._talk(conversation, ["bad"], as_json=False)
+        chat._run_turns(conversation, ["bad"], as_json=False)
 
 
 def test_a_model_without_a_template_or_a_tokenizer_is_refused_before_its_weights_are_read(tmp_path):
@@ -116,9 +116,9 @@ def test_lines_down_a_pipe_are_turns_and_so_are_prompts(file):
     kinds = {"env": runs.environment(), "capture_output": True, "text": True, "cwd": runs.ROOT}
     piped = subprocess.run(command, input="first\n\nsecond\n", **kinds)
     assert piped.returncode == 0, piped.stderr
-    told = subprocess.run([*command, "--json", "--prompt=first", "--prompt=second"], **kinds)
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout)
+    printed = subprocess.run([*command, "--json", "--prompt=first", "--prompt=second"], **kinds)
+    assert printed.returncode == 0, printed.stderr
+    found = json.loads(printed.stdout)
     assert [m["role"] for m in found["messages"]] == ["user", "assistant"] * 2
     answers = [result["text"] for result in found["results"]]
     assert piped.stdout == f"> first\n{answers[0]}\n> second\n{answers[1]}\n"

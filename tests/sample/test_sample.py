@@ -33,7 +33,7 @@ def test_json_is_one_object_and_no_cache_gives_the_same_tokens(workdir):
     bill = with_cache.stderr
     for part in ("ledger: llama3.2-1b (modified), ", "2 × 64 tokens", "weights ", "KV cache, full ", "fits: needs "):
         assert part in bill, part
-    assert "attention: of prompts xla, chunk by chunk; of new tokens xla (a cpu has no kernels)" in bill
+    assert "attention: of prompts xla, chunk by chunk; of new tokens xla (no Pallas kernels for cpu)" in bill
     measured = next(line for line in bill.splitlines() if line.startswith("ledger: measured: "))
     assert measured.count("B (as billed)") == 2, "weights and cache are what the formulas say, to the byte"
     assert "prefill peak" in measured
@@ -56,7 +56,7 @@ def test_a_cache_in_int8_is_half_as_large_and_billed_so(workdir):
     assert "KV cache scales, full " in done.stderr
     refused = runs.command("jaxllm.sample", *arguments, "--no_cache")
     assert refused.returncode == 2
-    assert "--no_cache and --cache_dtype=int8 do not go together" in refused.stderr
+    assert "--no_cache cannot be combined with --cache_dtype=int8" in refused.stderr
 
 
 def test_live_text_and_times_apart(workdir):

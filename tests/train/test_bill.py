@@ -67,7 +67,7 @@ def test_warn_tells_and_goes_on_and_off_does_neither(corpus, tmp_path):
     status, text = runs.train(config, tmp_path / "warn")
     assert status == 0
     assert "ledger: peak: formula" in text
-    assert text.count("attention: xla (auto: a cpu has no kernels)") == 1
+    assert text.count("attention: xla (auto: no Pallas kernels for cpu)") == 1
     config.ledger.check = "off"
     status, text = runs.train(config, tmp_path / "off")
     assert status == 0
@@ -135,7 +135,7 @@ def test_a_compiler_that_refuses(corpus, tmp_path, monkeypatch):
     assert text.startswith("out of memory while the training step was compiled: RESOURCE_EXHAUSTED: XLA:TPU")
     for part in ("predicted peak: ", "compiler's own figure: 21.50 GiB", "largest rows: ", "held by others", "GiB"):
         assert part in text
-    assert text.endswith("there is no checkpoint yet")
+    assert text.endswith("no checkpoint has been saved yet")
 
 
 def test_a_step_that_fails_keeps_the_checkpoint(corpus, tmp_path, monkeypatch):

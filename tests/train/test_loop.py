@@ -147,7 +147,7 @@ def test_which_numbers_end_a_run(numbers, fails):
 
 def test_workdir_of_another_configuration_is_refused_and_unchanged(corpus, whole):
     before = sorted((p, p.stat().st_mtime_ns) for p in whole[0].rglob("*") if p.name != ".lock" and p.is_file())
-    with pytest.raises(UserError, match=r"config.optimizer.peak_lr was 0.01 and is 0.02"):
+    with pytest.raises(UserError, match=r"config.optimizer.peak_lr was 0.01 and is now 0.02"):
         runs.train(runs.tiny_config(corpus, optimizer_peak_lr=0.02), whole[0])
     assert sorted((p, p.stat().st_mtime_ns) for p in whole[0].rglob("*") if p.name != ".lock" and p.is_file()) == before
 
@@ -223,6 +223,6 @@ def test_profile_and_tensorboard(corpus, tmp_path):
     # One step more than the run has left: the trace is written anyway.
     config = runs.tiny_config(corpus, log_profile_start=4, log_profile_steps=4, log_tensorboard=True, train_steps=6)
     _, text = runs.train(config, tmp_path)
-    assert "tracing 4 steps from step 4" in text
+    assert "profiling 4 steps from step 4" in text
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert list((tmp_path / "tensorboard").glob("events.*"))

@@ -124,8 +124,8 @@ def test_resuming_is_exact_and_needs_no_source(plain, source, tmp_path):
     run(made, workdir)
     assert same(open_any.open_adapters(plain[0]).load(), open_any.open_adapters(workdir).load())
     for fields, word in (
-        ({"lora_rank": 8}, "config.lora.rank was 4 and is 8"),
-        ({"lora_alpha": 1.0}, "config.lora.alpha was 16.0 and is 1.0"),
+        ({"lora_rank": 8}, "config.lora.rank was 4 and is now 8"),
+        ({"lora_alpha": 1.0}, "config.lora.alpha was 16.0 and is now 1.0"),
         ({"lora_targets": ("q",)}, "config.lora.targets was"),
     ):
         with pytest.raises(UserError, match=word):
@@ -138,12 +138,12 @@ def test_frozen_weights_that_are_damaged_are_told(plain, tmp_path):
     file = max((workdir / "frozen").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
     file.write_bytes(file.read_bytes()[:-3] + b"xyz")
     made = config("gone", plain[0].parent, train_steps=5)
-    with pytest.raises(UserError, match=r"frozen, the weights that the adapters .* \(CRC-32 differs\)"):
+    with pytest.raises(UserError, match=r"cannot read the frozen base weights .*frozen: .* \(CRC-32 differs\)"):
         run(made, workdir)
-    with pytest.raises(UserError, match=r"frozen, the weights that the adapters"):
+    with pytest.raises(UserError, match=r"cannot read the frozen base weights"):
         open_any.open_any(str(workdir)).load(jnp.float32)
     shutil.rmtree(workdir / "frozen")
-    with pytest.raises(UserError, match="it is missing"):
+    with pytest.raises(UserError, match="the folder is missing"):
         run(made, workdir)
 
 
@@ -173,21 +173,23 @@ def oom_inspection(match, model=MODEL, **fields):
 
 
 def test_refusals(source, tmp_path):
-    oom_inspection(r"names 'w', which is no projection; did you mean '\w+'\?", targets=("q", "w"))
+    oom_inspection(r"has the unknown projection 'w'; did you mean '\w+'\?", targets=("q", "w"))
     oom_inspection(
-        r"names 'gate' and config.model.mlp is 'gelu'", dataclasses.replace(MODEL, mlp="gelu"), targets=("gate",)
+        r"has 'gate', but config.model.mlp 'gelu' has no gate projection",
+        dataclasses.replace(MODEL, mlp="gelu"),
+        targets=("gate",),
     )
     experts = dataclasses.replace(MODEL, experts=4, experts_per_token=2)
-    oom_inspection(r"names 'up', of which each of the 4 experts", experts, targets=("q", "up"))
-    oom_inspection(r"config.lora.rank \(17\) is more than the smaller side of q \(16\)", rank=17)
+    oom_inspection(r"has 'up', but a mixture of 4 experts", experts, targets=("q", "up"))
+    oom_inspection(r"config.lora.rank \(17\) exceeds the smaller dimension of q \(16\)", rank=17)
     oom_inspection(r"config.lora.alpha is 0.0; it must be positive", alpha=0.0)
     oom_inspection(r"config.lora.alpha is nan", alpha=float("nan"))
-    oom_inspection(r"each once", targets=("q", "q"))
-    oom_inspection(r"each once", targets=())
+    oom_inspection(r"each projection once", targets=("q", "q"))
+    oom_inspection(r"each projection once", targets=())
     oom_inspection(r"config.lora.rank is -1; it must be at least 0", rank=-1)
     made = config(source, tmp_path)
     made.init_from = ""
-    with pytest.raises(UserError, match=r"config.lora.rank is 4 and config.init_from is empty"):
+    with pytest.raises(UserError, match=r"config.lora.rank is 4, but config.init_from is empty"):
         open_any.prepare(made, tmp_path / "none")
 
 
@@ -209,7 +211,7 @@ def test_the_command_line_takes_a_list_and_the_ledger_bills_it(tmp_path):
     assert rows["LoRA adapters"] == 4 * trained
     wrong = runs.command("jaxllm.ledger", *arguments, "--config.lora.rank=16", "--config.lora.targets=q,values")
     assert wrong.returncode == 2
-    assert "names 'values', which is no projection" in wrong.stderr
+    assert "has the unknown projection 'values'" in wrong.stderr
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from jaxllm.config import Architecture, Config, validate
 from jaxllm.config import attention as attention_choice
 from jaxllm.config import remat as remat_policy
 from jaxllm.config.attention import Attention
+from jaxllm.config.precision import DTYPE_BYTES, POLICY_DTYPES
 from jaxllm.config.remat import RematPolicy
 from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora, Quantity, layout_of
 from jaxllm.ledger.formula.exact.layout import Layout as Layout
@@ -20,10 +21,6 @@ from jaxllm.ledger.formula.exact.shard_sizes import Count
 from jaxllm.parallel import mesh as mesh_lib
 
 FLOAT32 = 4
-# Precision policy -> bytes per element of (compute arrays, stored weights).
-_ITEMSIZES = {"fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "bf16_pure": (2, 2)}
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16"}
-_MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +70,7 @@ class TrainingRun:
     @property
     def dtype(self) -> str:
         """Dtype of matmul inputs."""
-        return _DTYPES[self.policy]
+        return POLICY_DTYPES[self.policy][0]
 
     @property
     def devices(self) -> int:
@@ -159,7 +156,8 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Tra
       UserError: An array cannot be sharded as the mesh requires, or cannot be updated so (the message names it), or
         attention cannot be computed as configured.
     """
-    compute_bytes, param_bytes = _ITEMSIZES[policy]
+    compute_dtype, param_dtype = POLICY_DTYPES[policy]
+    compute_bytes, param_bytes = DTYPE_BYTES[compute_dtype], DTYPE_BYTES[param_dtype]
     mixed, stage = param_bytes != compute_bytes, config.mesh.zero
     layout = layout_of(
         model,
@@ -177,8 +175,8 @@ def make(model: Architecture, config: Config, policy: str, platform: str) -> Tra
         platform=platform,
         compute_bytes=compute_bytes,
         param_bytes=param_bytes,
-        moment_bytes=_MOMENT_ITEMSIZES[config.optimizer.moment_dtype],
+        moment_bytes=DTYPE_BYTES[config.optimizer.moment_dtype],
         layout=layout,
         remat=remat_policy.parse(config.remat.policy),
-        attention=attention_choice.resolve(config, model, platform, _DTYPES[policy]),
+        attention=attention_choice.resolve(config, model, platform, compute_dtype),
     )
