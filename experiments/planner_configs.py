@@ -43,7 +43,7 @@ from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.rows import Figure, Unknown, figure_to_json, format_bytes
 from jaxllm.parallel import mesh
 from jaxllm.plan import training
-from jaxllm.plan.space import SearchSpace
+from jaxllm.plan.training_space import TrainingSpace
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS, RESULTS = HERE.parent / "configs", HERE / "results" / "planner_configs.json"
@@ -120,7 +120,7 @@ def count_of(config: Config) -> int:
 def planned(config: Config) -> dict[str, Any]:
     """Returns the fields of the planner's first choice for the configuration's number of devices."""
     device = detect.by_name(DEVICE)
-    space = SearchSpace(
+    space = TrainingSpace(
         base=config,
         model=architectures.resolve_config(config),
         count=count_of(config),

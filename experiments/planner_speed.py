@@ -28,7 +28,7 @@ from jaxllm.ledger.formula.exact import block_graph, layout, optimizer_slots
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact import state as states
 from jaxllm.plan import training
-from jaxllm.plan.space import SearchSpace
+from jaxllm.plan.training_space import TrainingSpace
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 CANDIDATES = 10_000
@@ -45,7 +45,7 @@ CACHES = (
 )
 
 
-def candidates(space: SearchSpace, device: detect.Device) -> dict[str, float]:
+def candidates(space: TrainingSpace, device: detect.Device) -> dict[str, float]:
     """Times the evaluation of 10,000 choices sampled across a space: peak and least step time of each, one by one."""
     every = [choice for family in space.families() for choice in family]
     choices = every[:: max(len(every) // CANDIDATES, 1)][:CANDIDATES]
@@ -56,8 +56,8 @@ def candidates(space: SearchSpace, device: detect.Device) -> dict[str, float]:
     fit = 0
     for choice in choices:
         peak = training.ledger_of(space, choice).peak_bytes
-        verdict = training.verdict(space, device, choice, peak)
-        fit += verdict.peak_bytes <= (device.memory_bytes or 0)
+        estimate = training.estimate(space, device, choice, peak)
+        fit += estimate.peak_bytes <= (device.memory_bytes or 0)
     return {
         "candidates": len(choices),
         "fit": fit,
@@ -66,13 +66,13 @@ def candidates(space: SearchSpace, device: detect.Device) -> dict[str, float]:
     }
 
 
-def plan(space: SearchSpace, device: detect.Device) -> dict[str, float]:
+def plan(space: TrainingSpace, device: detect.Device) -> dict[str, float]:
     """Times a whole plan, as the command runs it."""
     forget()
     processor = time.process_time()
     found = training.search(space, device, int(0.95 * (device.memory_bytes or 0)))
     return {
-        "judged": found.judged,
+        "judged": found.evaluated,
         "fit": len(found.fitting),
         "seconds": found.seconds,
         "processor_seconds": time.process_time() - processor,
@@ -111,7 +111,7 @@ def main() -> None:
     device = detect.by_name(asked.device)
     config = training.base_config(asked.model, 8192, 128, "adamw")
     model = architectures.resolve_config(config)
-    space = SearchSpace(config, model, asked.count, device.platform, ("bf16",), ("float32",))
+    space = TrainingSpace(config, model, asked.count, device.platform, ("bf16",), ("float32",))
     uncached("gpt2", device)  # warm-up: imports and first-use compilation
     single = {name: uncached(name, device) for name in ("gpt3-175b", "llama3-70b", "gemma3-27b", "mixtral-8x7b")}
     many, whole = candidates(space, device), plan(space, device)

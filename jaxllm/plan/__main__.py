@@ -1,9 +1,9 @@
 """The planner: python -m jaxllm.plan --model llama3-70b --task train --device h100 --count 64
-or --task infer --device l4 [--batch 8 --context 8192]; or --config FILE.py in place of --model.
+or --task infer --device l4 [--batch 8 --context 8192]; or --config FILE.py instead of --model.
 
-Searches for the fastest run that fits on a device. For training it chooses mesh, ZeRO stage, remat policy,
+Searches for the fastest run that fits. For training it chooses mesh, ZeRO stage, remat policy,
 micro-batches, chunks and offloading; for inference, formats and batch size. Closed-form formulas evaluate every
-candidate; with --confirm K, XLA compiles the best K as well. Without --task it reports what both tasks would need.
+candidate; with --confirm K, XLA also compiles the best K. Without --task it reports what both tasks would need.
 """
 
 import difflib
@@ -24,27 +24,27 @@ from jaxllm.hardware import detect
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.parallel import mesh
-from jaxllm.plan import both, inference_plan, render, training_plan
-from jaxllm.plan.request import BATCH_TOKENS, LENGTH, Output, PlanRequest, precisions
+from jaxllm.plan import render, tasks
+from jaxllm.plan.request import PlanRequest
 from jaxllm.plan.training import base_config
+from jaxllm.step.precision import policy_for
 
-_MODEL = flags.DEFINE_string("model", None, "A published model, by its name in jaxllm.architectures.")
+# Defaults of a run of a published model: tokens per step, and per sequence; less if the model's context is shorter.
+BATCH_TOKENS = 2**20
+LENGTH = 8192
+
+_MODEL = flags.DEFINE_string("model", None, "Name of a published model (jaxllm.architectures).")
 _TASK = flags.DEFINE_string("task", None, "train | infer | both.")
-_DEVICE = flags.DEFINE_string("device", "auto", f"The device: auto is this machine's; or {', '.join(detect.DEVICES)}.")
+_DEVICE = flags.DEFINE_string("device", "auto", f"auto (this machine's) | {' | '.join(detect.DEVICES)}.")
 _COUNT = flags.DEFINE_integer(
-    "count", None, "train: devices; by default config.mesh's, or all that are attached, or 1.", lower_bound=1
+    "count", None, "train: number of devices (default: that of config.mesh, all attached devices, or 1).", lower_bound=1
 )
 _TOKENS = flags.DEFINE_integer(
-    "batch_tokens", None, f"train: tokens a step, all devices (default: about {BATCH_TOKENS:,}).", lower_bound=1
+    "batch_tokens", None, f"train: tokens per step, all devices (default: about {BATCH_TOKENS:,}).", lower_bound=1
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "train: sequences a step, in place of --batch_tokens.", lower_bound=1
-)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "train: sequences per step; or --batch_tokens.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer(
-    "sequence_length",
-    None,
-    f"train: tokens of a sequence (default: {LENGTH:,}, or the model's).",
-    lower_bound=2,
+    "sequence_length", None, f"train: tokens per sequence (default: {LENGTH:,}, or the model's context).", lower_bound=2
 )
 _OPTIMIZER = flags.DEFINE_string("optimizer", "adamw", f"train: {' | '.join(CHOICES['optimizer.name'])}.")
 _PRECISION = flags.DEFINE_string(
@@ -53,24 +53,21 @@ _PRECISION = flags.DEFINE_string(
 _MOMENTS = flags.DEFINE_string(
     "moment_dtype", None, "train: search | float32 | bfloat16 (default: the config's, or float32)."
 )
-_BATCH = flags.DEFINE_integer("batch", None, "infer: sequences at a time; by default searched for.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", None, "infer: number of concurrent sequences (default: search).", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer(
-    "context", None, f"infer: tokens of prompt and text (default: {LENGTH:,}, or the model's).", lower_bound=1
+    "context", None, f"infer: tokens per sequence (default: {LENGTH:,}, or the model's context).", lower_bound=1
 )
 _WEIGHTS = flags.DEFINE_string("weights", "search", f"infer: search | {' | '.join(formats.FORMATS)}.")
 _CACHE = flags.DEFINE_string("cache", "search", f"infer: search | {' | '.join(formats.CACHE_FORMATS)}.")
 _MARGIN = flags.DEFINE_float(
-    "margin", 0.05, "Fraction of the memory that is left free: the formulas' error.", lower_bound=0, upper_bound=0.9
+    "margin", 0.05, "Fraction of memory to leave free: the formulas' error.", lower_bound=0, upper_bound=0.9
 )
 _CONFIRM = flags.DEFINE_integer(
-    "confirm",
-    None,
-    "Compile the best so many (default: 1 where a compiler for the device is installed).",
-    lower_bound=0,
+    "confirm", None, "Candidates to compile with XLA (default: 1 if it can compile for the device).", lower_bound=0
 )
-_TOP = flags.DEFINE_integer("top", 10, "Candidates to show.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "train: write the winner as a file for --config.")
-_JSON = flags.DEFINE_bool("json", False, "One JSON object on standard output, and nothing else.")
+_TOP = flags.DEFINE_integer("top", 10, "Maximum number of candidates to show.", lower_bound=1)
+_OUT = flags.DEFINE_string("out", None, "train: write the best run to a file for --config.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object to standard output, and nothing else.")
 
 
 def main() -> int:
@@ -80,8 +77,8 @@ def main() -> int:
         raise UserError("give one of --model NAME and --config FILE.py; for instance --model llama3-8b")
     device = detect.by_name(_DEVICE.value)
     if device.memory_bytes is None:
-        raise UserError(f"--device {_DEVICE.value}: the memory of {device.name} is not known; name another device")
-    config = _run_of_file() if is_file else _run_of_model(_MODEL.value or "")
+        raise UserError(f"--device {_DEVICE.value}: the memory of {device.name} is unknown; name another device")
+    config = _config_of_file() if is_file else _config_of_model(_MODEL.value or "")
     request = PlanRequest(
         config=config,
         model=architectures.resolve_config(config),
@@ -103,11 +100,10 @@ def main() -> int:
     )
     # With --json, standard output carries nothing but the JSON object.
     console = Console(quiet=_JSON.value, width=render.WIDTH if not Console().is_terminal else None)
-    output = Output(console, _TOP.value)
-    tasks = {"train": training_plan.train, "infer": inference_plan.infer, "both": both.both}
-    told = tasks[task](request, output)
+    planners = {"train": tasks.plan_training, "infer": tasks.plan_inference, "both": tasks.plan_both}
+    plan = planners[task](request, render.Output(console, _TOP.value))
     if _JSON.value:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(plan, indent=1))
     return 0
 
 
@@ -118,19 +114,19 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> str:
     return value
 
 
-def _run_of_file() -> Config:
+def _config_of_file() -> Config:
     for flag in (_TOKENS, _BATCH_SIZE, _LENGTH):
         if flag.present:
             raise UserError(
-                f"--{flag.name} goes with --model; with --config, override the file's: "
+                f"--{flag.name} goes with --model; with --config, override the fields of the file: "
                 "--config.data.sequence_length, --config.train.batch_size"
             )
     if _OPTIMIZER.present:
-        raise UserError("--optimizer goes with --model; with --config, override the file's: --config.optimizer.name")
+        raise UserError("--optimizer goes with --model; with --config, override --config.optimizer.name")
     return open_any.resolved(commandline.load_config())
 
 
-def _run_of_model(name: str) -> Config:
+def _config_of_model(name: str) -> Config:
     optimizer = _one_of("optimizer", _OPTIMIZER.value, CHOICES["optimizer.name"])
     named = Config()
     named.model.name = name
@@ -160,7 +156,9 @@ def _count(file: Config | None) -> int:
 def _precisions(config: Config, device: Device) -> tuple[str, ...]:
     policies = CHOICES["precision.policy"]
     wanted = _one_of("precision", _PRECISION.value or config.precision.policy, ("search", *policies))
-    return precisions(wanted, device.platform)
+    if wanted == "search":
+        return ("fp32", "bf16") if device.platform == "cpu" else ("bf16", "bf16_pure", "fp32")
+    return (policy_for(wanted, device.platform).name,)
 
 
 def _moments(config: Config) -> tuple[str, ...]:
@@ -174,7 +172,7 @@ def _context(config: Config) -> int:
     context = _CONTEXT.value or min(model.context_length, LENGTH)
     if context > model.context_length and model.positions == "learned":
         raise UserError(
-            f"--context is {context} and the model has {model.context_length} learned positions; ask for at most those"
+            f"--context is {context} and the model has {model.context_length} learned positions; give at most that many"
         )
     return context
 

@@ -1,135 +1,134 @@
-"""Changes that would make a training run fit if nothing does: one change at a time, each found by searching."""
+"""Lists the changes that could make a run fit if the search found nothing; returns the first of each kind that does."""
 
-import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from jaxllm.config import Config, validate
+from jaxllm.config import validate
+from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.errors import UserError
 from jaxllm.hardware.detect import DEVICES, Device
-from jaxllm.ledger.rows import format_bytes
-from jaxllm.plan.space import FRUGAL_REMATS, SearchSpace
-from jaxllm.plan.training import Search, smallest_peak
+from jaxllm.ledger.advice.remedies import Change, Remedy, RunT, first_fitting, largest_fitting
+from jaxllm.plan import inference
+from jaxllm.plan.inference import InferenceChoice, InferenceResult
+from jaxllm.plan.training import TrainingResult, smallest_peak
+from jaxllm.plan.training_space import FRUGAL_REMATS, TrainingSpace
 
+Setup = tuple[Device, InferenceChoice]
 MAX_DEVICES = 65_536
-MIN_LENGTH = 128  # tokens per sequence
-_SMALLER_STATE = ("lion", "adafactor", "momentum", "sgd")
+MIN_LENGTH = 128  # tokens per training sequence
+MIN_CONTEXT = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Remedy:
-    """Single change that makes a run fit.
-
-    Attributes:
-      what: description for messages.
-      flags: the planner's flags that make the change.
-      peak_bytes: peak memory of one device after the change.
-    """
-
-    what: str
-    flags: str
-    peak_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.flags} (needs {format_bytes(self.peak_bytes)})"
-
-
-def remedies(found: Search, margin: float, is_file: bool) -> list[Remedy]:
-    """Returns the changes that make the run fit: the smallest of each kind, if there is one.
+def training_remedies(result: TrainingResult, margin: float, is_file: bool) -> list[Remedy]:
+    """Returns the changes that make a training run fit: the smallest of each kind, if there is one.
 
     Considers only the choices that need least memory: the search has found that none of them fits without a change.
 
     Args:
-      found: a search in which nothing fits.
+      result: of a search in which nothing fits.
       margin: fraction of a larger device's memory to leave free.
       is_file: True if the run comes from a config file, False if it is built from a model's name; their flags differ.
     """
-    space, budget = found.space, found.budget
+    space, base = result.space, result.space.base
+
+    def change(description: str, flags: str, budget: int = result.budget, **fields: object) -> Change[TrainingSpace]:
+        return Change(description, flags, dataclasses.replace(space, **fields), budget)  # type: ignore[arg-type]
+
+    def more_devices() -> Iterator[Change[TrainingSpace]]:
+        batch = base.train.batch_size
+        rows = [rows for rows in range(1, min(batch, MAX_DEVICES) + 1) if batch % rows == 0]
+        counts = {a * b for a in rows for b in space.tensors if space.count < a * b <= MAX_DEVICES}
+        for count in sorted(counts):
+            yield change("more devices", f"--count={count}", count=count)
+
+    def larger_device() -> Iterator[Change[TrainingSpace]]:
+        for name, device, budget in _larger_devices(result.device, margin):
+            yield change(f"a larger device, {device.name}", f"--device={name}", budget, platform=device.platform)
+
+    def shorter_sequences() -> Iterator[Change[TrainingSpace]]:
+        """Yields runs with 1/2, 1/4, … of the sequence length and the same tokens per step."""
+        factor = 2
+        while space.length % factor == 0 and space.length // factor >= MIN_LENGTH:
+            length, batch = space.length // factor, base.train.batch_size * factor
+            data = dataclasses.replace(base.data, sequence_length=length)
+            train = dataclasses.replace(base.train, batch_size=batch)
+            flags = f"--sequence_length={length}"
+            if is_file:
+                flags = f"--config.data.sequence_length={length} --config.train.batch_size={batch}"
+            yield change("shorter sequences", flags, base=dataclasses.replace(base, data=data, train=train))
+            factor *= 2
+
+    def smaller_moments() -> Iterator[Change[TrainingSpace]]:
+        if "bfloat16" not in space.moments:
+            yield change("moments in bfloat16", "--moment_dtype=bfloat16", moments=("bfloat16",))
+
+    def smaller_weights() -> Iterator[Change[TrainingSpace]]:
+        if space.platform != "cpu" and "bf16_pure" not in space.precisions:
+            description = "weights in bfloat16, without float32 masters"
+            yield change(description, "--precision=bf16_pure", precisions=("bf16_pure",))
+
+    def smaller_optimizers() -> Iterator[Change[TrainingSpace]]:
+        for name, record in reversed(OPTIMIZERS.items()):
+            if record.small_state and name != base.optimizer.name:
+                flags = f"--config.optimizer.name={name}" if is_file else f"--optimizer={name}"
+                changed = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, name=name))
+                yield change("an optimizer with less state", flags, base=changed)
+
+    kinds = (more_devices, larger_device, shorter_sequences, smaller_moments, smaller_weights, smaller_optimizers)
+    return _first_of_each((kind() for kind in kinds), _training_peak)
+
+
+def inference_remedies(result: InferenceResult, margin: float) -> list[Remedy]:
+    """Returns the changes that make the closest setup fit: the smallest of each kind, if there is one.
+
+    Args:
+      result: of a search in which nothing fits.
+      margin: fraction of a larger device's memory to leave free.
+    """
+    assert result.closest is not None
+    closest, device = result.closest[0], result.device
+
+    def peak(setup: Setup) -> int:
+        return inference.ledger_of(result.space, *setup).peak_bytes
+
+    def changes(description: str, flag: str, values: Iterable[int | str]) -> Iterator[Change[Setup]]:
+        for value in values:
+            choice = dataclasses.replace(closest, **{flag: value})  # type: ignore[arg-type]
+            yield Change(description, f"--{flag}={value}", (device, choice), result.budget)
+
+    def fits(batch: int) -> bool:
+        return peak((device, dataclasses.replace(closest, batch=batch))) <= result.budget
+
+    batch = largest_fitting(fits, closest.batch - 1)
+    contexts = (closest.context >> shift for shift in range(1, closest.context.bit_length()))
     kinds = (
-        _more_devices(space, budget),
-        _larger_device(space, found.device, margin),
-        _shorter(space, budget, is_file),
-        _moments(space, budget),
-        _pure(space, budget),
-        _optimizers(space, budget, is_file),
+        changes("fewer sequences at a time", "batch", [batch] if batch else []),
+        changes("a shorter context", "context", (context for context in contexts if context >= MIN_CONTEXT)),
+        changes("smaller weights", "weights", [f for f in inference.weight_formats(device) if f != closest.weights]),
+        changes("a smaller KV cache", "cache", [f for f in inference.cache_formats(device) if f != closest.cache]),
+        (
+            Change(f"a larger device, {larger.name}", f"--device={name}", (larger, closest), budget)
+            for name, larger, budget in _larger_devices(device, margin)
+        ),
     )
-    return [first for first in (next(kind, None) for kind in kinds) if first is not None]
+    return _first_of_each(kinds, peak)
 
 
-def _needs(space: SearchSpace, budget: int) -> int | None:
-    """Returns the smallest peak of a space in bytes; None if it exceeds the budget or the run is invalid."""
+def _first_of_each(kinds: Iterable[Iterable[Change[RunT]]], peak: Callable[[RunT], int | None]) -> list[Remedy]:
+    return [remedy for kind in kinds if (remedy := first_fitting(kind, peak)) is not None]
+
+
+def _training_peak(space: TrainingSpace) -> int | None:
+    """Returns the smallest peak of a space in bytes; None if the run is invalid or no choice is possible."""
     try:
         validate.check(space.base, space.model)
     except UserError:
         return None
-    frugal = dataclasses.replace(space, remats=FRUGAL_REMATS, smallest_only=True)
-    peak = smallest_peak(frugal)
-    return peak if peak is not None and peak <= budget else None
+    return smallest_peak(dataclasses.replace(space, remats=FRUGAL_REMATS, smallest_only=True))
 
 
-def _more_devices(space: SearchSpace, budget: int) -> Iterator[Remedy]:
-    for count in _counts(space):
-        peak = _needs(dataclasses.replace(space, count=count), budget)
-        if peak is not None:
-            yield Remedy("more devices", f"--count={count}", peak)
-
-
-def _counts(space: SearchSpace) -> list[int]:
-    """Returns the device counts above the current one over which the batch can be divided, ascending."""
-    batch, tensors = space.base.train.batch_size, space.tensors
-    rows = [rows for rows in range(1, min(batch, MAX_DEVICES) + 1) if batch % rows == 0]
-    return sorted({a * b for a in rows for b in tensors if space.count < a * b <= MAX_DEVICES})
-
-
-def _larger_device(space: SearchSpace, device: Device, margin: float) -> Iterator[Remedy]:
-    larger = [(other.memory_bytes or 0, name, other) for name, (_, other) in DEVICES.items()]
-    for memory, name, other in sorted(larger, key=lambda entry: entry[:2]):
-        if memory > (device.memory_bytes or 0):
-            peak = _needs(dataclasses.replace(space, platform=other.platform), int(memory * (1 - margin)))
-            if peak is not None:
-                yield Remedy(f"a larger device, {other.name}", f"--device={name}", peak)
-
-
-def _shorter(space: SearchSpace, budget: int, is_file: bool) -> Iterator[Remedy]:
-    """Yields runs with 1/2, 1/4, … of the sequence length and the same tokens per step."""
-    base, length, factor = space.base, space.length, 2
-    while length % factor == 0 and length // factor >= MIN_LENGTH:
-        shorter = copy.deepcopy(base)
-        shorter.data.sequence_length, shorter.train.batch_size = length // factor, base.train.batch_size * factor
-        peak = _needs(_with(space, shorter), budget)
-        if peak is not None:
-            flags = f"--sequence_length={length // factor}"
-            if is_file:
-                more = f"--config.train.batch_size={shorter.train.batch_size}"
-                flags = f"--config.data.sequence_length={length // factor} {more}"
-            yield Remedy("shorter sequences", flags, peak)
-        factor *= 2
-
-
-def _moments(space: SearchSpace, budget: int) -> Iterator[Remedy]:
-    if "bfloat16" not in space.moments:
-        peak = _needs(dataclasses.replace(space, moments=("bfloat16",)), budget)
-        if peak is not None:
-            yield Remedy("moments in bfloat16", "--moment_dtype=bfloat16", peak)
-
-
-def _pure(space: SearchSpace, budget: int) -> Iterator[Remedy]:
-    if space.platform != "cpu" and "bf16_pure" not in space.precisions:
-        peak = _needs(dataclasses.replace(space, precisions=("bf16_pure",)), budget)
-        if peak is not None:
-            yield Remedy("weights in bfloat16, without float32 masters", "--precision=bf16_pure", peak)
-
-
-def _optimizers(space: SearchSpace, budget: int, is_file: bool) -> Iterator[Remedy]:
-    for name in _SMALLER_STATE:
-        if name != space.base.optimizer.name:
-            other = copy.deepcopy(space.base)
-            other.optimizer.name = name
-            peak = _needs(_with(space, other), budget)
-            if peak is not None:
-                flags = f"--config.optimizer.name={name}" if is_file else f"--optimizer={name}"
-                yield Remedy("an optimizer with less state", flags, peak)
-
-
-def _with(space: SearchSpace, base: Config) -> SearchSpace:
-    return dataclasses.replace(space, base=base)
+def _larger_devices(device: Device, margin: float) -> list[tuple[str, Device, int]]:
+    """Returns (name, device, budget in bytes) of the known devices with more memory than `device`, smallest first."""
+    memory = device.memory_bytes or 0
+    larger = [(size, name, other) for name, (_, other) in DEVICES.items() if (size := other.memory_bytes or 0) > memory]
+    return [(name, other, int(size * (1 - margin))) for size, name, other in sorted(larger, key=lambda each: each[:2])]

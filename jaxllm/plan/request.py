@@ -1,21 +1,27 @@
-"""The planner's input and output settings, and the choice of the compiler that confirms a plan."""
+"""Input of the planner, and the result of its searches."""
 
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any
-
-from rich.console import Console
+from typing import Any, Generic, Protocol, TypeVar
 
 from jaxllm.config import Architecture, Config
-from jaxllm.errors import UserError
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger import bill
-from jaxllm.plan import confirm, render
-from jaxllm.step.precision import policy_for
 
-BATCH_TOKENS = 2**20
-LENGTH = 8192  # default tokens per sequence; less if the context of the model is shorter
+
+class Estimate(Protocol):
+    """Closed-form estimate of a choice."""
+
+    @property
+    def choice(self) -> Any: ...
+    @property
+    def peak_bytes(self) -> int: ...
+
+
+SpaceT = TypeVar("SpaceT")
+ChoiceT = TypeVar("ChoiceT")
+EstimateT = TypeVar("EstimateT", bound=Estimate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,41 +70,32 @@ class PlanRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """Console and limits for printing a plan.
+class SearchResult(Generic[SpaceT, ChoiceT, EstimateT]):
+    """Result of a search over training runs or sampling setups.
 
     Attributes:
-      console: where to print; silent with `--json`.
-      top: maximum number of candidates to print.
+      space: the space that was searched.
+      device: the device.
+      budget: bytes that may be used on one device.
+      evaluated: number of choices evaluated, including those rejected because of their state alone.
+      fitting: estimates of the choices that fit, best first.
+      closest: the choice with the smallest peak, and that peak in bytes, if nothing fits; else None.
+      seconds: duration of the search.
     """
 
-    console: Console
-    top: int
+    space: SpaceT
+    device: Device
+    budget: int
+    evaluated: int
+    fitting: tuple[EstimateT, ...]
+    closest: tuple[ChoiceT, int] | None
+    seconds: float
 
-    def say(self, text: str) -> None:
-        render.say(self.console, text)
-
-
-def precisions(wanted: str, platform: str) -> tuple[str, ...]:
-    """Returns the precision policies to choose among: those of the platform for `search`, else the one wanted."""
-    if wanted == "search":
-        return ("fp32", "bf16") if platform == "cpu" else ("bf16", "bf16_pure", "fp32")
-    return (policy_for(wanted, platform).name,)
-
-
-def compiler(request: PlanRequest, count: int, output: Output) -> tuple[int, confirm.Compile | None]:
-    """Returns (number of candidates to compile, compile function); (0, None) if nothing is to be compiled.
-
-    Raises:
-      UserError: `--confirm` is positive and no compiler for the device is available.
-    """
-    if request.confirm == 0:
-        return 0, None
-    try:
-        made = confirm.compiler(request.device_name, request.device, count)
-    except UserError as error:
-        if request.confirm:
-            raise
-        output.say(f"not compiled: {error}")
-        return 0, None
-    return request.confirm or 1, made
+    @property
+    def best(self) -> ChoiceT:
+        """The best choice that fits, or the closest one if nothing fits."""
+        if self.fitting:
+            choice: ChoiceT = self.fitting[0].choice
+            return choice
+        assert self.closest is not None
+        return self.closest[0]

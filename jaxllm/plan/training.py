@@ -12,15 +12,16 @@ from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.exact.state import state_rows
 from jaxllm.ledger.rows import PERSISTENT, Ledger, Unknown
-from jaxllm.plan.space import Choice, SearchSpace
+from jaxllm.plan.request import SearchResult
+from jaxllm.plan.training_space import TrainingChoice, TrainingSpace
 
 # Significant digits of a step time when ranking: the closed forms are no more precise.
 _DIGITS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """Closed-form estimate for one training choice that fits.
+class TrainingEstimate:
+    """Closed-form estimate of a training choice that fits.
 
     Attributes:
       choice: the choice.
@@ -31,7 +32,7 @@ class Verdict:
       unknown: the rate that is unknown; "" if all are known.
     """
 
-    choice: Choice
+    choice: TrainingChoice
     peak_bytes: int
     seconds: float
     busy: float
@@ -40,35 +41,15 @@ class Verdict:
 
     @property
     def rank(self) -> tuple[bool, float, tuple[int, ...], float, int]:
-        """Sort key, smaller is better: known time, least time, fewer moving parts, less total work, smaller peak."""
+        """Sort key, smaller is better: known time, shorter time, simpler choice, less total work, smaller peak."""
         seconds = float(f"{self.seconds:.{_DIGITS}g}")
-        return bool(self.unknown), seconds, self.choice.moving_parts, self.busy, self.peak_bytes
+        return bool(self.unknown), seconds, self.choice.complexity, self.busy, self.peak_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """Result of a search over training runs.
-
-    Attributes:
-      space: the space that was searched.
-      device: the device; `space.count` of them.
-      budget: bytes that a run may use on one device.
-      judged: number of choices evaluated, including those rejected because of their state alone.
-      fitting: verdicts of the choices that fit, best first.
-      closest: the choice with the smallest peak, and that peak in bytes, if nothing fits; else None.
-      seconds: duration of the search.
-    """
-
-    space: SearchSpace
-    device: Device
-    budget: int
-    judged: int
-    fitting: tuple[Verdict, ...]
-    closest: tuple[Choice, int] | None
-    seconds: float
+TrainingResult = SearchResult[TrainingSpace, TrainingChoice, TrainingEstimate]
 
 
-def training_run_of(space: SearchSpace, choice: Choice) -> TrainingRun:
+def training_run_of(space: TrainingSpace, choice: TrainingChoice) -> TrainingRun:
     """Returns the training run of a choice, as the memory and compute formulas take it.
 
     Raises:
@@ -77,84 +58,93 @@ def training_run_of(space: SearchSpace, choice: Choice) -> TrainingRun:
     return run_lib.make(space.model, space.configured(choice), choice.precision, space.platform)
 
 
-def ledger_of(space: SearchSpace, choice: Choice) -> Ledger:
+def ledger_of(space: TrainingSpace, choice: TrainingChoice) -> Ledger:
     """Returns the bill of a choice: memory only, without capacity and compute."""
     return training_memory.training(space.model, space.configured(choice), choice.precision, space.platform)
 
 
-def verdict(space: SearchSpace, device: Device, choice: Choice, peak_bytes: int) -> Verdict:
-    """Returns the verdict of a choice whose peak is already computed."""
-    least = roofline.train_step(training_run_of(space, choice), device)
-    seconds, bound = least.seconds, least.bound
-    known = dict(least.seconds_of) or {"nothing that is known": float("inf")}
+def estimate(space: TrainingSpace, device: Device, choice: TrainingChoice, peak_bytes: int) -> TrainingEstimate:
+    """Returns the estimate of a choice whose peak is already computed."""
+    step = roofline.train_step(training_run_of(space, choice), device)
+    seconds, bound = step.seconds, step.bound
+    known = dict(step.seconds_of) or {"unknown": float("inf")}
     if isinstance(seconds, Unknown) or isinstance(bound, Unknown):
         seconds, bound = max(known.values()), max(known, key=known.__getitem__)
-    return Verdict(choice, peak_bytes, seconds, sum(known.values()), bound, least.unknown)
+    return TrainingEstimate(choice, peak_bytes, seconds, sum(known.values()), bound, step.unknown)
 
 
-def search(space: SearchSpace, device: Device, budget: int) -> Search:
+def search(space: TrainingSpace, device: Device, budget: int) -> TrainingResult:
     """Evaluates every choice that could be the best overall.
 
     Skips the rest of a family once one of its choices fits: earlier choices are simpler and at least as fast.
+
+    Args:
+      device: the device; `space.count` of them.
+      budget: bytes that a run may use on one device.
     """
     begun = time.perf_counter()
-    judge = _Judge(space, device, budget)
-    for family in space.families():
-        judge.judge(family)
-    fitting = tuple(sorted(judge.fitting, key=lambda found: found.rank))
-    closest = None if fitting else judge.closest
-    return Search(space, device, budget, judge.judged, fitting, closest, time.perf_counter() - begun)
+    evaluator = _Evaluator(space, device, budget)
+    fitting = tuple(sorted(evaluator.fitting, key=lambda estimate: estimate.rank))
+    closest = None if fitting else evaluator.closest
+    return SearchResult(space, device, budget, evaluator.evaluated, fitting, closest, time.perf_counter() - begun)
 
 
-def smallest_peak(space: SearchSpace) -> int | None:
+def smallest_peak(space: TrainingSpace) -> int | None:
     """Returns the smallest peak of all choices in a space, in bytes; None if no choice is possible."""
-    judge = _Judge(space, None, -1)
-    for family in space.families():
-        judge.judge(family)
-    return judge.closest[1] if judge.closest else None
+    closest = _Evaluator(space, None, -1).closest
+    return closest[1] if closest else None
 
 
-class _Judge:
-    """Evaluates families of choices; counts them and collects those that fit and the closest one."""
+class _Evaluator:
+    """Evaluates the choices of a space.
 
-    def __init__(self, space: SearchSpace, device: Device | None, budget: int):
+    Attributes:
+      evaluated: number of choices evaluated.
+      fitting: estimates of those that fit.
+      closest: the choice with the smallest peak, and that peak in bytes.
+    """
+
+    def __init__(self, space: TrainingSpace, device: Device | None, budget: int):
         self._space, self._device, self._budget = space, device, budget
         self._states: dict[tuple[int | str, ...], int] = {}
-        self.judged = 0
-        self.fitting: list[Verdict] = []
-        self.closest: tuple[Choice, int] | None = None
+        self.evaluated = 0
+        self.fitting: list[TrainingEstimate] = []
+        self.closest: tuple[TrainingChoice, int] | None = None
+        for family in space.families():
+            self._evaluate(family)
 
-    def judge(self, family: Iterable[Choice]) -> None:
+    def _evaluate(self, family: Iterable[TrainingChoice]) -> None:
         """Evaluates the choices of a family up to the first that fits."""
-        besides: dict[int, int] = {}
+        beside_state: dict[int, int] = {}
         for choice in family:
-            self.judged += 1
+            self.evaluated += 1
             try:
-                peak = self._peak(choice, besides.get(choice.loss_chunk, 0))
+                peak = self._peak(choice, beside_state.get(choice.loss_chunk, 0))
             except UserError:  # an array cannot be sharded over this mesh
                 return
             if peak is None:
                 continue
-            besides.setdefault(choice.loss_chunk, peak - self._state(choice))
+            beside_state.setdefault(choice.loss_chunk, peak - self._state(choice))
             if self.closest is None or peak < self.closest[1]:
                 self.closest = choice, peak
             if peak <= self._budget:
                 assert self._device is not None
-                self.fitting.append(verdict(self._space, self._device, choice, peak))
+                self.fitting.append(estimate(self._space, self._device, choice, peak))
                 return
 
-    def _peak(self, choice: Choice, beside: int) -> int | None:
+    def _peak(self, choice: TrainingChoice, beside_state: int) -> int | None:
         """Returns the peak in bytes; None if a lower bound exceeds both the budget and the smallest peak so far.
 
         Args:
-          beside: known bytes live beside the state in the peak phase. Within a family, a choice with the same chunks
-            that offloads more of its state needs at least as much, plus the buffers for what it fetches from the host.
+          beside_state: known bytes live beside the state in the peak phase. Within a family, a choice with the same
+            chunks that offloads more of its state needs at least as much, plus the buffers for what it fetches from
+            the host.
         """
-        if self.closest is not None and self._state(choice) + beside > max(self._budget, self.closest[1]):
+        if self.closest is not None and self._state(choice) + beside_state > max(self._budget, self.closest[1]):
             return None
         return ledger_of(self._space, choice).peak_bytes
 
-    def _state(self, choice: Choice) -> int:
+    def _state(self, choice: TrainingChoice) -> int:
         """Returns the persistent bytes of a device; cached, because they depend on a few fields of a choice only."""
         mesh = (choice.replica, choice.data, choice.tensor, choice.zero)
         key = (*mesh, choice.offload, choice.moment_dtype, choice.precision)

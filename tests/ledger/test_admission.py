@@ -42,9 +42,9 @@ def test_a_refusal_ends_the_call_and_not_the_engine():  # google-deepmind/gemma#
         with pytest.raises(UserError, match=rf"does not fit: .* need .* of .* the largest that fits: .*{largest}"):
             generator.generate(prompts, GREEDY)
     assert generator.generate(["x" * 200], GREEDY)[0] == before
-    room = billed(2, 256, memory).room()
-    assert (room.fits, room.margin, room.largest_batch) == (True, 0, 2)
-    results, _ = generator.generate(["x" * 200] * room.largest_batch, GREEDY)
+    admission = billed(2, 256, memory).admission()
+    assert (admission.fits, admission.margin, admission.largest_batch) == (True, 0, 2)
+    results, _ = generator.generate(["x" * 200] * admission.largest_batch, GREEDY)
     assert [result.tokens for result in results] == [before[0].tokens] * 2
     assert generator.live["weights"] == billed(2, 256, memory).ledger.kind_bytes("weights")
     assert generator.live["KV cache"] == billed(2, 256, memory).ledger.kind_bytes("KV cache")

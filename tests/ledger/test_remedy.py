@@ -10,8 +10,8 @@ from jaxllm.config import Config
 from jaxllm.config.overrides import check_types
 from jaxllm.errors import RunError
 from jaxllm.hardware import detect
-from jaxllm.ledger.advice import admission, out_of_memory
-from jaxllm.ledger.advice.remedy import remedy
+from jaxllm.ledger.advice import out_of_memory
+from jaxllm.ledger.advice.remedies import largest_fitting, training_remedy
 from jaxllm.ledger.formula import training_memory
 from jaxllm.ledger.rows import BACKWARD, PERSISTENT, Ledger, Row, Unknown
 from jaxllm.ledger.runtime.sampling import SamplingBill
@@ -34,9 +34,9 @@ def llama(**fields) -> Config:
     return config
 
 
-def with_overrides(config: Config, overrides: tuple[str, ...]) -> Config:
-    """Sets overrides as `--config.a.b=value` does."""
-    for override in overrides:
+def with_overrides(config: Config, flags: str) -> Config:
+    """Sets flags as `--config.a.b=value` does."""
+    for override in flags.split():
         path, value = override.removeprefix("--config.").split("=")
         section, field = path.split(".")
         old = getattr(getattr(config, section), field)
@@ -54,22 +54,22 @@ def peak(config: Config, device=H100) -> int:
 def test_what_is_advised_fits_and_its_peak_is_the_formula_s(share):
     config = llama()
     available = int(share * peak(config))
-    found = remedy(config, architectures.resolve_config(config), H100, available)
+    found = training_remedy(config, architectures.resolve_config(config), H100, available)
     assert found.peak_bytes <= available
-    assert 1 <= len(found.overrides) <= 2
-    assert peak(with_overrides(llama(), found.overrides)) == found.peak_bytes
+    assert 1 <= len(found.flags.split()) <= 2
+    assert peak(with_overrides(llama(), found.flags)) == found.peak_bytes
     assert config == llama(), "the run's own configuration is left alone"
 
 
 def test_the_cheaper_change_comes_first():
     """A small excess costs a loop over chunks; a large one costs recomputation, at the same global batch."""
     config, model = llama(), architectures.resolve_config(llama())
-    little = remedy(config, model, H100, peak(config) - 1)
-    much = remedy(config, model, H100, int(0.25 * peak(config)))
-    assert "chunk" in little.overrides[0]
-    assert len(little.overrides) == 1
-    assert any("accumulate" in one or "remat" in one for one in much.overrides)
-    assert not any("batch_size" in one for one in much.overrides)
+    little = training_remedy(config, model, H100, peak(config) - 1)
+    much = training_remedy(config, model, H100, int(0.25 * peak(config)))
+    assert "chunk" in little.flags.split()[0]
+    assert len(little.flags.split()) == 1
+    assert "accumulate" in much.flags or "remat" in much.flags
+    assert "batch_size" not in much.flags
 
 
 def test_kernels_have_no_scores_to_cut():
@@ -77,10 +77,10 @@ def test_kernels_have_no_scores_to_cut():
     config, model = llama(attention_implementation="auto"), architectures.resolve_config(llama())
     assert peak(config) < 0.8 * peak(llama())
     for share in (0.98, 0.8, 0.6, 0.4):
-        found = remedy(config, model, H100, int(share * peak(config)))
+        found = training_remedy(config, model, H100, int(share * peak(config)))
         assert found.peak_bytes <= share * peak(config)
-        assert not any("attention_chunk" in one for one in found.overrides)
-    assert any("attention_chunk" in one for one in remedy(llama(), model, H100, int(0.55 * peak(llama()))).overrides)
+        assert "attention_chunk" not in found.flags
+    assert "attention_chunk" in training_remedy(llama(), model, H100, int(0.55 * peak(llama()))).flags
 
 
 def test_zero_is_advised_only_where_there_is_something_to_shard_over():
@@ -88,23 +88,23 @@ def test_zero_is_advised_only_where_there_is_something_to_shard_over():
         return llama(data_sequence_length=128, train_batch_size=8, remat_policy="full", **fields)
 
     model = architectures.resolve_config(tiny())
-    sharded = remedy(tiny(mesh_data=8), model, H100, int(0.5 * peak(tiny(mesh_data=8))))
-    assert any(one.startswith("--config.mesh.zero=") for one in sharded.overrides)
-    alone = remedy(tiny(), model, H100, int(0.5 * peak(tiny())))
-    assert not any("mesh" in one for one in alone.overrides)
+    sharded = training_remedy(tiny(mesh_data=8), model, H100, int(0.5 * peak(tiny(mesh_data=8))))
+    assert "--config.mesh.zero=" in sharded.flags
+    alone = training_remedy(tiny(), model, H100, int(0.5 * peak(tiny())))
+    assert "mesh" not in alone.flags
 
 
 def test_none_where_nothing_helps():
-    assert remedy(llama(), architectures.resolve_config(llama()), H100, 2**20) is None
+    assert training_remedy(llama(), architectures.resolve_config(llama()), H100, 2**20) is None
 
 
 def test_offloading_is_no_help_on_a_cpu():
     host = dataclasses.replace(detect.by_name("h100"), platform="cpu")
     config = llama(data_sequence_length=128, train_batch_size=1, remat_policy="full", optimizer_moment_dtype="bfloat16")
-    found = remedy(config, architectures.resolve_config(config), host, int(0.6 * peak(config, host)))
-    assert found is None or not any("offload" in one for one in found.overrides)
-    on_gpu = remedy(config, architectures.resolve_config(config), H100, int(0.6 * peak(config)))
-    assert any("offload" in one for one in on_gpu.overrides)
+    found = training_remedy(config, architectures.resolve_config(config), host, int(0.6 * peak(config, host)))
+    assert found is None or "offload" not in found.flags
+    on_gpu = training_remedy(config, architectures.resolve_config(config), H100, int(0.6 * peak(config)))
+    assert "offload" in on_gpu.flags
 
 
 ROWS = (
@@ -126,7 +126,7 @@ LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
         (ValueError("Out of memory"), False),
     ],
 )
-def test_what_counts_as_a_shortage(error, is_one):
+def test_what_counts_as_out_of_memory(error, is_one):
     assert out_of_memory.is_oom(error) == is_one
     with pytest.raises(RunError if is_one else type(error)), out_of_memory.explained(lambda found: f"told of {found}"):
         raise error
@@ -136,13 +136,13 @@ def test_the_message_has_the_bill_and_not_only_the_last_straw():  # metatensor/m
     text = out_of_memory.message("in step 3", jax.errors.JaxRuntimeError(TPU_REFUSAL), LEDGER, 15 * GB, "the change")
     lines = text.splitlines()
     assert lines[0].startswith("out of memory in step 3: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error.")
-    assert "predicted peak: 3.37 KiB on one device (mid-backward); the device has 1,000 B for it" in text
-    assert "the compiler's own figure: 21.50 GiB" in text
+    assert "predicted peak: 3.37 KiB on one device (mid-backward); 1,000 B is available" in text
+    assert "peak reported by the compiler: 21.50 GiB" in text
     assert "largest rows: gradients 2.93 KiB, weights 400 B, logits 50 B" in text
-    assert "held by others on the device: 13.97 GiB" in text
+    assert "used by others on the device: 13.97 GiB" in text
     assert lines[-1].strip() == "the change"
     unknown = out_of_memory.message("", MemoryError(), LEDGER, Unknown("nobody says"))
-    assert "held by others on the device: unknown (nobody says)" in unknown
+    assert "used by others on the device: unknown (nobody says)" in unknown
 
 
 def bill(held: int, batch: int = 4, context: int = 8192) -> SamplingBill:
@@ -154,41 +154,45 @@ def bill(held: int, batch: int = 4, context: int = 8192) -> SamplingBill:
 def test_memory_held_by_others_counts():  # transformers#16987, accelerate#2910, vllm#783
     """16 GB of weights fit 24 GB with room for a few sequences, but not if other processes use 15 GB."""
     alone, shared = bill(0), bill(15 * GB)
-    room = alone.room()
-    assert room.fits
-    assert room.margin == room.has - room.needs >= 0
-    assert room.has == detect.by_name("rtx4090").memory_bytes
+    admission = alone.admission()
+    assert admission.fits
+    assert admission.margin == admission.available_bytes - admission.required_bytes >= 0
+    assert admission.available_bytes == detect.by_name("rtx4090").memory_bytes
     alone.admit()
-    assert bill(0, room.largest_batch).room().fits
-    assert not bill(0, room.largest_batch + 1).room().fits
-    oom_message = shared.room()
-    assert (oom_message.fits, oom_message.has, oom_message.largest_batch) == (False, room.has - 15 * GB, 0)
+    assert bill(0, admission.largest_batch).admission().fits
+    assert not bill(0, admission.largest_batch + 1).admission().fits
+    refusal = shared.admission()
+    assert (refusal.fits, refusal.available_bytes, refusal.largest_batch) == (
+        False,
+        admission.available_bytes - 15 * GB,
+        0,
+    )
     with pytest.raises(Exception, match=r"does not fit.*GiB of 8\.37 GiB.*not one token fits beside the weights"):
         shared.admit()
     assert "others hold 13.97 GiB" in shared.lines()[-1]
 
 
 def test_a_context_that_does_not_fit_is_told_the_one_that_does():  # gemma#715, vllm#40302
-    oom_message = bill(0, batch=1, context=131_072).room()
-    assert not oom_message.fits
-    assert 8192 < oom_message.largest_context < 131_072
-    assert bill(0, 1, oom_message.largest_context).room().fits
-    assert not bill(0, 1, oom_message.largest_context + 1).room().fits
-    with pytest.raises(Exception, match=f"{oom_message.largest_context:,} tokens in each of 1"):
+    refusal = bill(0, batch=1, context=131_072).admission()
+    assert not refusal.fits
+    assert 8192 < refusal.largest_context < 131_072
+    assert bill(0, 1, refusal.largest_context).admission().fits
+    assert not bill(0, 1, refusal.largest_context + 1).admission().fits
+    with pytest.raises(Exception, match=f"{refusal.largest_context:,} tokens in each of 1"):
         bill(0, batch=1, context=131_072).admit()
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 2, 3, 17, 1000])
 def test_largest(threshold):
-    assert admission.largest(lambda n: n <= threshold) == threshold
-    assert admission.largest(lambda n: n <= threshold, most=16) == min(threshold, 16)
+    assert largest_fitting(lambda n: n <= threshold) == threshold
+    assert largest_fitting(lambda n: n <= threshold, at_most=16) == min(threshold, 16)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6])
 def test_a_remedy_for_lengths_that_divide_badly_is_a_valid_configuration(share):
     config = llama(data_sequence_length=96, train_batch_size=6, train_attention_chunk=32)
     available = int(share * peak(config))
-    found = remedy(config, architectures.resolve_config(config), H100, available)
-    changed = with_overrides(config, found.overrides)
+    found = training_remedy(config, architectures.resolve_config(config), H100, available)
+    changed = with_overrides(config, found.flags)
     architectures.resolve_config(changed)  # raises UserError if fields contradict each other
     assert peak(changed) == found.peak_bytes <= available

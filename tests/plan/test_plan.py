@@ -90,22 +90,22 @@ def results(weights):
 def test_training(results):
     status, out, _ = results["train"]
     assert status == 0
-    assert "candidates judged" in out
+    assert "candidates evaluated" in out
     assert "--config.remat.policy=" in out
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
 def test_json_is_one_object_and_its_overrides_are_the_best(results):
     status, out, _ = results["train json"]
-    told = json.loads(out)
+    plan = json.loads(out)
     assert status == 0
-    assert {"task", "model", "device", "count", "judged", "fit", "seconds", "candidates", "best"} <= set(told)
-    assert told["judged"] >= told["fit"] > 0
-    best, ledger = told["candidates"][0], told["best"]["ledger"]
-    assert [f"--config.{path}={value}" for path, value in best["fields"].items()] == told["best"]["overrides"][4:]
-    assert ledger["peak_bytes_per_device"] == best["peak_bytes_per_device"] <= told["budget_bytes"]
+    assert {"task", "model", "device", "count", "judged", "fit", "seconds", "candidates", "best"} <= set(plan)
+    assert plan["judged"] >= plan["fit"] > 0
+    best, ledger = plan["candidates"][0], plan["best"]["ledger"]
+    assert [f"--config.{path}={value}" for path, value in best["fields"].items()] == plan["best"]["overrides"][4:]
+    assert ledger["peak_bytes_per_device"] == best["peak_bytes_per_device"] <= plan["budget_bytes"]
     assert ledger["compute"]["roofline_seconds"] == pytest.approx(best["step_seconds"])
-    rates = [candidate["tokens_per_second"] for candidate in told["candidates"]]
+    rates = [candidate["tokens_per_second"] for candidate in plan["candidates"]]
     assert rates == sorted(rates, reverse=True)
 
 
@@ -120,11 +120,11 @@ def test_the_overrides_make_that_bill(results):
 
 def test_of_a_file_model_data_and_optimizer_hold(results):
     status, out, _ = results["file"]
-    told = json.loads(out)
+    plan = json.loads(out)
     assert status == 0
-    assert told["model"] == "gpt2"
-    assert told["tokens_per_step"] == 512 * 1024
-    assert not any("optimizer.name" in override or "batch_size" in override for override in told["best"]["overrides"])
+    assert plan["model"] == "gpt2"
+    assert plan["tokens_per_step"] == 512 * 1024
+    assert not any("optimizer.name" in override or "batch_size" in override for override in plan["best"]["overrides"])
 
 
 def printed(out, module):
@@ -145,17 +145,17 @@ def test_what_the_person_has_typed_is_in_the_commands(results, weights, task, mo
     if task == "infer":
         return
     words = printed(out, "jaxllm.ledger")
-    told = runs.command(*words[2:], "--json")
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout)["model"] == str(weights)
+    child = runs.command(*words[2:], "--json")
+    assert child.returncode == 0, child.stderr
+    assert json.loads(child.stdout)["model"] == str(weights)
 
 
 def test_inference(results):
     status, out, _ = results["infer"]
-    told = json.loads(out)
+    plan = json.loads(out)
     assert status == 0
-    assert told["candidates"][0]["peak_bytes"] <= told["budget_bytes"]
-    assert told["best"]["ledger"]["peak_bytes_per_device"] == told["candidates"][0]["peak_bytes"]
+    assert plan["candidates"][0]["peak_bytes"] <= plan["budget_bytes"]
+    assert plan["best"]["ledger"]["peak_bytes_per_device"] == plan["candidates"][0]["peak_bytes"]
 
 
 def test_the_best_way_to_sample_is_a_command_that_makes_that_bill(results):
@@ -168,20 +168,20 @@ def test_the_best_way_to_sample_is_a_command_that_makes_that_bill(results):
     child = runs.command(*words[2:], "--json")
     assert child.returncode == 0, child.stderr
     best = json.loads(results["infer"][1])["best"]["ledger"]
-    told = json.loads(child.stdout)
-    assert told["peak_bytes_per_device"] == best["peak_bytes_per_device"]
-    assert told["rows"] == best["rows"]
+    printed_bill = json.loads(child.stdout)
+    assert printed_bill["peak_bytes_per_device"] == best["peak_bytes_per_device"]
+    assert printed_bill["rows"] == best["rows"]
 
 
 def test_nothing_fits(results):
     status, out, _ = results["nothing"]
     assert status == 0
-    for part in ("nothing fits", "too much", "largest rows", "would fit with more devices: --count="):
+    for part in ("nothing fits", "over budget by", "largest rows", "would fit with more devices: --count="):
         assert part in out
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
-def test_without_a_task_both_bills_are_told(results):
+def test_without_a_task_both_bills_are_shown(results):
     status, out, _ = results["both"]
     assert status == 0
     for part in ("training", "inference", "master weights", "KV cache", "--task train", "--task infer"):

@@ -16,8 +16,8 @@ from jaxllm.ledger.formula import roofline, training_memory
 from jaxllm.ledger.formula.exact import layout, optimizer_slots
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact import state as states
-from jaxllm.plan import overrides, remedies, space, training
-from jaxllm.plan.space import Choice, SearchSpace
+from jaxllm.plan import remedies, training, training_space
+from jaxllm.plan.training_space import TrainingChoice, TrainingSpace, override_flags
 from jaxllm.step.placement import make_layout
 
 H100 = detect.by_name("h100")
@@ -29,8 +29,8 @@ CHUNKS = ((64, 16), (16, 4))
 def _short_chunks():
     """Shortens the chunks, so that a sequence of 64 tokens has several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(space, "CHUNKS", CHUNKS)
-        patch.setattr(space, "MIN_CHUNK", 4)
+        patch.setattr(training_space, "CHUNKS", CHUNKS)
+        patch.setattr(training_space, "MIN_CHUNK", 4)
         yield
 
 
@@ -42,11 +42,11 @@ def run(batch: int = 4, optimizer: str = "adamw", **model) -> Config:
     return config
 
 
-def small(count: int = 4, batch: int = 4, **fields) -> SearchSpace:
+def small(count: int = 4, batch: int = 4, **fields) -> TrainingSpace:
     config = run(batch)
     model = architectures.resolve_config(config)
     usual = {"precisions": ("bf16",), "moments": ("float32",), "remats": REMATS}
-    return SearchSpace(config, model, count, "gpu", **{**usual, **fields})
+    return TrainingSpace(config, model, count, "gpu", **{**usual, **fields})
 
 
 def forget():
@@ -57,7 +57,7 @@ def forget():
     states._stored.cache_clear()
 
 
-def every_choice(searched: SearchSpace):
+def every_choice(searched: TrainingSpace):
     """Yields every combination that the fields of a configuration allow, whether a plan would consider it or not."""
     divisors = [size for size in range(1, searched.count + 1) if searched.count % size == 0]
     meshes = [
@@ -66,16 +66,16 @@ def every_choice(searched: SearchSpace):
         if mesh[0] * mesh[1] * mesh[2] == searched.count
     ]
     for (replica, data, tensor), zero, accumulate, remat, offload, (loss, attention), chunked in itertools.product(
-        meshes, range(4), (1, 2, 3, 4), searched.remats, space.OFFLOADS, CHUNKS, (False, True)
+        meshes, range(4), (1, 2, 3, 4), searched.remats, training_space.OFFLOADS, CHUNKS, (False, True)
     ):
         queries = attention if chunked else 0
-        yield Choice(
+        yield TrainingChoice(
             *(replica, data, tensor, zero, accumulate, remat, queries, loss, offload),
             *(searched.moments[0], searched.precisions[0]),
         )
 
 
-def configured(base: Config, choice: Choice) -> Config:
+def configured(base: Config, choice: TrainingChoice) -> Config:
     config = config_tree.from_dict(config_tree.to_dict(base))
     for path, value in choice.fields.items():
         section, name = path.split(".")
@@ -83,7 +83,7 @@ def configured(base: Config, choice: Choice) -> Config:
     return config
 
 
-def brute_force(searched: SearchSpace) -> list[tuple[int, tuple, Choice]]:
+def brute_force(searched: TrainingSpace) -> list[tuple[int, tuple, TrainingChoice]]:
     """Returns (peak, rank, choice) of every valid choice; caches are cleared between choices."""
     found = []
     for choice in every_choice(searched):
@@ -96,7 +96,7 @@ def brute_force(searched: SearchSpace) -> list[tuple[int, tuple, Choice]]:
         peak = training_memory.training(searched.model, config, choice.precision, "gpu").peak_bytes
         least = roofline.train_step(run_lib.make(searched.model, config, choice.precision, "gpu"), H100)
         seconds = float(f"{least.seconds:.4g}")
-        found.append((peak, (seconds, choice.moving_parts, sum(least.seconds_of.values()), peak), choice))
+        found.append((peak, (seconds, choice.complexity, sum(least.seconds_of.values()), peak), choice))
     return found
 
 
@@ -105,7 +105,7 @@ def everything():
     return brute_force(small())
 
 
-def best_of(everything, budget: int) -> Choice:
+def best_of(everything, budget: int) -> TrainingChoice:
     return min((entry for entry in everything if entry[0] <= budget), key=lambda entry: entry[1])[2]
 
 
@@ -120,18 +120,18 @@ def test_the_best_is_the_best_of_all_that_fit(everything):
     for budget in budgets(everything):
         found = training.search(small(), H100, budget)
         assert found.fitting[0].choice == best_of(everything, budget)
-        assert all(verdict.peak_bytes <= budget for verdict in found.fitting)
+        assert all(estimate.peak_bytes <= budget for estimate in found.fitting)
 
 
 def test_a_forgotten_stage_is_caught(everything, monkeypatch):
-    meshes = SearchSpace.meshes
-    monkeypatch.setattr(SearchSpace, "meshes", lambda self: (mesh for mesh in meshes(self) if mesh[3] < 3))
+    meshes = TrainingSpace.meshes
+    monkeypatch.setattr(TrainingSpace, "meshes", lambda self: (mesh for mesh in meshes(self) if mesh[3] < 3))
     for budget in budgets(everything)[:1]:
         found = training.search(small(), H100, budget)
         assert not found.fitting or found.fitting[0].choice != best_of(everything, budget)
 
 
-def test_where_nothing_fits_the_closest_is_told(everything):
+def test_where_nothing_fits_the_closest_is_returned(everything):
     least = budgets(everything)[0]
     nothing = training.search(small(), H100, least - 1)
     assert not nothing.fitting
@@ -154,37 +154,39 @@ def test_every_choice_is_a_valid_configuration(count):
 def test_overrides_make_the_same_peak():
     searched = small()
     found = training.search(searched, H100, 3_000_000)
-    for verdict in found.fitting[:20]:
+    for estimate in found.fitting[:20]:
         config = run()
-        for argument in overrides.arguments(overrides.fields(searched, verdict.choice, None)):
+        for argument in override_flags(searched.overrides(estimate.choice, None)):
             path, _, value = argument.removeprefix("--config.").partition("=")
             section, name = path.split(".")
             kind = type(getattr(getattr(config, section), name))
             setattr(getattr(config, section), name, kind(value))
         model = architectures.resolve_config(config)
-        assert training_memory.training(model, config, verdict.choice.precision, "gpu").peak_bytes == verdict.peak_bytes
+        assert (
+            training_memory.training(model, config, estimate.choice.precision, "gpu").peak_bytes == estimate.peak_bytes
+        )
 
 
 def test_a_written_file_makes_the_same_run(tmp_path):
     searched = small()
     best = training.search(searched, H100, 3_000_000).fitting[0].choice
-    text = overrides.file_of(searched, best, "A plan.")
+    text = searched.config_file(best, "A plan.")
     made: dict = {}
     exec(compile(text, "plan.py", "exec"), made)
     assert made["get_config"]() == searched.configured(best)
 
 
-def test_of_a_file_only_what_differs_is_told():
+def test_of_a_file_only_what_differs_is_overridden():
     searched = small()
     best = training.search(searched, H100, 10**12).fitting[0].choice
-    told = overrides.fields(searched, best, {})
+    changed = searched.overrides(best, {})
     before = config_tree.field_paths(searched.base)
-    assert told == {path: value for path, value in best.fields.items() if before[path] != value}
-    assert "train.batch_size" not in told
+    assert changed == {path: value for path, value in best.fields.items() if before[path] != value}
+    assert "train.batch_size" not in changed
     typed = {"init_from": "some/model", "mesh.zero": 7}
-    again = overrides.fields(searched, best, typed)
+    again = searched.overrides(best, typed)
     assert again["init_from"] == "some/model"
-    assert again == typed | told
+    assert again == typed | changed
 
 
 def test_more_devices_are_never_slower():
@@ -207,15 +209,15 @@ def test_a_tie_goes_to_the_simpler():
     first = found.fitting[0]
     for other in found.fitting:
         if other.rank[1] == first.rank[1]:
-            assert first.choice.moving_parts <= other.choice.moving_parts
+            assert first.choice.complexity <= other.choice.complexity
 
 
 def test_rates_that_are_not_known_come_last():
-    nobody = dataclasses.replace(H100, interconnect=None, network=None)
-    found = training.search(small(), nobody, 10**12)
-    assert all(verdict.unknown for verdict in found.fitting)  # four devices always communicate
+    no_links = dataclasses.replace(H100, interconnect=None, network=None)
+    found = training.search(small(), no_links, 10**12)
+    assert all(estimate.unknown for estimate in found.fitting)  # four devices always communicate
     without_link = training.search(small(1), dataclasses.replace(H100, host_link=None), 3_000_000)
-    known = [not verdict.unknown for verdict in without_link.fitting]
+    known = [not estimate.unknown for estimate in without_link.fitting]
     assert known == sorted(known, reverse=True)
     assert len(set(known)) == 2
 
@@ -232,9 +234,9 @@ def test_what_the_trainer_would_refuse_is_not_planned(optimizer):
     """The plan has no choice that the trainer refuses (offloading, a mesh that pads): the best of many starts."""
     config = run(batch=8, optimizer=optimizer, vocab_size=67)
     model = architectures.resolve_config(config)
-    searched = SearchSpace(config, model, 4, "gpu", ("bf16", "fp32"), ("float32",), remats=("none", "full"))
+    searched = TrainingSpace(config, model, 4, "gpu", ("bf16", "fp32"), ("float32",), remats=("none", "full"))
     found = training.search(searched, H100, 10**12)
-    least = training.search(searched, H100, min(verdict.peak_bytes for verdict in found.fitting))
+    least = training.search(searched, H100, min(estimate.peak_bytes for estimate in found.fitting))
     assert least.fitting
     oom_message = 0
     for family in searched.families():
@@ -246,7 +248,7 @@ def test_what_the_trainer_would_refuse_is_not_planned(optimizer):
                 )
             except UserError:
                 oom_message += 1
-                assert choice not in {verdict.choice for verdict in (*found.fitting, *least.fitting)}
+                assert choice not in {estimate.choice for estimate in (*found.fitting, *least.fitting)}
     assert oom_message
 
 
@@ -254,7 +256,7 @@ def test_remedies_fit_and_the_count_is_the_smallest():
     budget = training.smallest_peak(small(1, precisions=("bf16_pure",)))
     found = training.search(small(1), H100, budget)
     assert not found.fitting
-    helping = {remedy.flags.partition("=")[0]: remedy for remedy in remedies.remedies(found, 0.05, False)}
+    helping = {remedy.flags.partition("=")[0]: remedy for remedy in remedies.training_remedies(found, 0.05, False)}
     count = int(helping["--count"].flags.partition("=")[2])
     assert count == next(n for n in (1, 2, 4) if training.search(small(n), H100, budget).fitting)
     assert set(helping) >= {"--precision", "--device"}
@@ -264,12 +266,12 @@ def test_remedies_fit_and_the_count_is_the_smallest():
 
 def test_what_would_fit_is_typed_as_the_run_was(monkeypatch):
     """A file's fields are changed by --config.…; the plan's own flags for them apply only with a model's name."""
-    monkeypatch.setattr(remedies, "_needs", lambda space, budget: 1)
+    monkeypatch.setattr(remedies, "_training_peak", lambda space: 1)
     monkeypatch.setattr(remedies, "MIN_LENGTH", 1)
     found = training.search(small(1), H100, 1)
     length, batch = found.space.length, found.space.base.train.batch_size
     for is_file in (True, False):
-        flags = " ".join(remedy.flags for remedy in remedies.remedies(found, 0.05, is_file)) + " "
+        flags = " ".join(remedy.flags for remedy in remedies.training_remedies(found, 0.05, is_file)) + " "
         halved = f"--config.data.sequence_length={length // 2} --config.train.batch_size={2 * batch} "
         assert (halved in flags) == is_file
         assert ("--config.optimizer.name=" in flags) == is_file
@@ -277,10 +279,12 @@ def test_what_would_fit_is_typed_as_the_run_was(monkeypatch):
         assert (" --optimizer=" in flags) != is_file
 
 
-def test_ten_thousand_candidates_are_judged():
+def test_ten_thousand_candidates_are_evaluated():
     config = training.base_config("llama3-8b", 8192, 256, "adamw")
-    searched = SearchSpace(config, architectures.resolve_config(config), 16, "gpu", ("bf16",), ("float32", "bfloat16"))
+    searched = TrainingSpace(
+        config, architectures.resolve_config(config), 16, "gpu", ("bf16",), ("float32", "bfloat16")
+    )
     assert sum(1 for _ in searched.families()) > 0
     found = training.search(searched, H100, int(0.95 * H100.memory_bytes))
-    assert found.judged >= 10_000
-    assert 0 < len(found.fitting) < found.judged
+    assert found.evaluated >= 10_000
+    assert 0 < len(found.fitting) < found.evaluated

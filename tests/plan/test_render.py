@@ -10,21 +10,22 @@ from jaxllm import architectures
 from jaxllm.hardware import detect
 from jaxllm.plan import render, training
 from jaxllm.plan.confirm import Confirmation
-from jaxllm.plan.space import Choice, SearchSpace
+from jaxllm.plan.request import SearchResult
+from jaxllm.plan.training_space import TrainingChoice, TrainingSpace
 
 REMATS = ("full", "offload:attn_qkv,attn_context,resid_mid,mlp_up,mlp_gate", "names:attn_context")
-CHOICE = Choice(16, 16, 8, 3, 128, REMATS[0], 512, 4096, "none", "float32", "bf16")
+CHOICE = TrainingChoice(16, 16, 8, 3, 128, REMATS[0], 512, 4096, "none", "float32", "bf16")
 
 
 def shown(compiled: bool, offload: str) -> str:
     config = training.base_config("llama3-70b", 8192, 65536, "adamw")
-    space = SearchSpace(config, architectures.resolve_config(config), 2048, "gpu", ("bf16",), ("float32",))
+    space = TrainingSpace(config, architectures.resolve_config(config), 2048, "gpu", ("bf16",), ("float32",))
     choices = [dataclasses.replace(CHOICE, remat=remat, offload=offload) for remat in REMATS]
-    fitting = tuple(training.Verdict(choice, 70 * 2**30, 123.4, 200.0, "interconnect") for choice in choices)
-    found = training.Search(space, detect.by_name("h100"), 71 * 2**30, 3, fitting, None, 0.1)
-    made = Confirmation(tuple((verdict, 69 * 2**30) for verdict in fitting if compiled))
+    fitting = tuple(training.TrainingEstimate(choice, 70 * 2**30, 123.4, 200.0, "interconnect") for choice in choices)
+    found = SearchResult(space, detect.by_name("h100"), 71 * 2**30, 3, fitting, None, 0.1)
+    made = Confirmation(tuple((estimate, 69 * 2**30) for estimate in fitting if compiled))
     out = io.StringIO()
-    render.show_training(found, made, 10, Console(file=out, width=render.WIDTH))
+    render.show_training(found, made, render.Output(Console(file=out, width=render.WIDTH), 10))
     return out.getvalue()
 
 

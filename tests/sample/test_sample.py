@@ -139,7 +139,7 @@ commandline.run(sample.main, ["x", "--model={workdir}", "--prompt=alpha"])
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     told = done.stderr[done.stderr.index("error: out of memory while sampling: RESOURCE_EXHAUSTED") :]
-    for part in ("predicted peak: ", "largest rows: ", "held by others"):
+    for part in ("predicted peak: ", "largest rows: ", "used by others"):
         assert part in told
 
 

@@ -133,7 +133,7 @@ def test_a_compiler_that_refuses(corpus, tmp_path, monkeypatch):
         runs.train(runs.tiny_config(corpus), tmp_path)
     text = str(caught.value)
     assert text.startswith("out of memory while the training step was compiled: RESOURCE_EXHAUSTED: XLA:TPU")
-    for part in ("predicted peak: ", "compiler's own figure: 21.50 GiB", "largest rows: ", "held by others", "GiB"):
+    for part in ("predicted peak: ", "reported by the compiler: 21.50 GiB", "largest rows: ", "used by others", "GiB"):
         assert part in text
     assert text.endswith("no checkpoint has been saved yet")
 

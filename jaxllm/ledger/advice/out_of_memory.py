@@ -20,16 +20,16 @@ import jax
 
 from jaxllm.errors import RunError
 from jaxllm.ledger.compiled import attached
-from jaxllm.ledger.rows import PERSISTENT, Figure, Ledger, Unknown, format_bytes
+from jaxllm.ledger.rows import Figure, Ledger, Unknown, format_bytes
 
-_SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "YNNPACK operation failed")
+_MARKERS = ("RESOURCE_EXHAUSTED", "Out of memory", "YNNPACK operation failed")
 _ROWS = 5  # number of rows that a message lists
 
 
 def is_oom(error: BaseException) -> bool:
     """Returns True if an exception is an out-of-memory error of the device or the host."""
     if isinstance(error, jax.errors.JaxRuntimeError):
-        return any(sign in str(error) for sign in _SIGNS)
+        return any(marker in str(error) for marker in _MARKERS)
     return isinstance(error, MemoryError)
 
 
@@ -48,44 +48,38 @@ def explained(explain: Callable[[BaseException], str]) -> Iterator[None]:
         raise RunError(explain(error)) from error
 
 
-def largest_rows(ledger: Ledger) -> str:
-    """Formats the largest rows at the peak: `gradients 4.00 GiB, logits 2.00 GiB, …`."""
-    alive = [row for row in ledger.rows if row.phase in (PERSISTENT, ledger.peak_phase)]
-    alive.sort(key=lambda row: -row.bytes_per_device)
-    return ", ".join(f"{row.name} {format_bytes(row.bytes_per_device)}" for row in alive[:_ROWS])
-
-
 def oom_text(error: BaseException) -> str:
     """Returns the first sentence of an exception, on one line of at most 200 characters."""
     if isinstance(error, MemoryError):
         return f"MemoryError: {error}" if str(error) else "MemoryError"
     text = str(error)
-    return attached.oom_inspection(text, 0.0).oom_message if _SIGNS[0] in text else " ".join(text.split())[:200]
+    return attached.oom_inspection(text, 0.0).oom_message if _MARKERS[0] in text else " ".join(text.split())[:200]
 
 
 def message(doing: str, error: BaseException, ledger: Ledger, used_by_others: Figure, *more: str) -> str:
     """Formats the out-of-memory message.
 
     Args:
-      doing: When memory ran out: `in step 3`.
+      doing: Where memory ran out: `in step 3`.
       error: Exception for which `is_oom` is true.
       ledger: Ledger of the task, with the memory that was available to it as capacity.
-      held_by_others: Bytes on the device that are not arrays of this process.
+      used_by_others: Bytes on the device that are not arrays of this process.
       more: Last lines of the message: the change that would fit, the checkpoint.
     """
-    needs, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
+    peak, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
     lines = [
         f"out of memory {doing}: {oom_text(error)}",
-        f"predicted peak: {needs} on one device ({ledger.peak_phase})",
+        f"predicted peak: {peak} on one device ({ledger.peak_phase})",
     ]
     if isinstance(capacity, Unknown):
-        lines[-1] += f"; what the device has is unknown: {capacity.why}"
+        lines[-1] += f"; the available memory is unknown: {capacity.why}"
     else:
-        lines[-1] += f"; the device has {format_bytes(capacity)} for it"
+        lines[-1] += f"; {format_bytes(capacity)} is available"
     by_compiler = attached.oom_inspection(str(error), 0.0).figures["peak"]
     if not isinstance(by_compiler, Unknown):
-        lines.append(f"the compiler's own figure: {format_bytes(by_compiler)}")
-    lines.append(f"largest rows: {largest_rows(ledger)}")
+        lines.append(f"peak reported by the compiler: {format_bytes(by_compiler)}")
+    largest = (f"{row.name} {format_bytes(row.bytes_per_device)}" for row in ledger.largest_rows(_ROWS))
+    lines.append(f"largest rows: {', '.join(largest)}")
     why = f" ({used_by_others.why})" if isinstance(used_by_others, Unknown) else ""
-    lines.append(f"held by others on the device: {format_bytes(used_by_others)}{why}")
+    lines.append(f"used by others on the device: {format_bytes(used_by_others)}{why}")
     return "\n  ".join((*lines, *more))

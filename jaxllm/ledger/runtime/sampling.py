@@ -10,7 +10,7 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger import bill
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.advice import out_of_memory
-from jaxllm.ledger.advice.admission import Admission, room
+from jaxllm.ledger.advice.admission import Admission, check_admission
 from jaxllm.ledger.bill import AUTO
 from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Figure, Ledger, Unknown, format_bytes
@@ -68,10 +68,12 @@ class SamplingBill:
             told[-1] += f", of which others hold {format_bytes(self._held)} more"
         return told
 
-    def room(self) -> Admission | Unknown:
+    def admission(self) -> Admission | Unknown:
         """Returns the admission result, or Unknown if the capacity is unknown."""
-        has = self.ledger.capacity_bytes
-        return has if isinstance(has, Unknown) else room(self._billed, self._batch, self._context, has)
+        available = self.ledger.capacity_bytes
+        if isinstance(available, Unknown):
+            return available
+        return check_admission(self._billed, self._batch, self._context, available)
 
     def admit(self) -> None:
         """Checks that the predicted peak fits the device.
@@ -80,7 +82,9 @@ class SamplingBill:
           UserError: It does not fit; the message has both sizes and the largest batch and context that fit.
         """
         if self.ledger.fits is False:
-            raise UserError(f"{self.room()}; give fewer prompts at a time, shorter ones, or a lower --max_new_tokens")
+            raise UserError(
+                f"{self.admission()}; give fewer prompts at a time, shorter ones, or a lower --max_new_tokens"
+            )
 
     def reconcile(self, live: Mapping[str, int], compiled_peaks: Mapping[str, Figure]) -> list[str]:
         """Returns one line that compares measured bytes with the formulas.
@@ -113,6 +117,6 @@ class SamplingBill:
         ledger = dataclasses.replace(self.ledger, capacity_bytes=available)
         peak = ledger.peak_bytes
         # The formulas may have predicted a fit and been wrong, so a suggestion must need clearly less.
-        has = int(0.8 * peak) if isinstance(available, Unknown) else min(int(0.8 * peak), available)
-        change = str(room(self._billed, self._batch, self._context, has)).rpartition("; ")[2]
-        return out_of_memory.message(doing, error, ledger, device_lib.used_by_others(), change)
+        limit = int(0.8 * peak) if isinstance(available, Unknown) else min(int(0.8 * peak), available)
+        largest = check_admission(self._billed, self._batch, self._context, limit).largest
+        return out_of_memory.message(doing, error, ledger, device_lib.used_by_others(), largest)

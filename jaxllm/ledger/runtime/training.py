@@ -13,7 +13,7 @@ from jaxllm.errors import RunError
 from jaxllm.hardware import detect
 from jaxllm.ledger import bill, trace
 from jaxllm.ledger import device as device_lib
-from jaxllm.ledger.advice import out_of_memory, remedy
+from jaxllm.ledger.advice import out_of_memory, remedies
 from jaxllm.ledger.compiled import attached
 from jaxllm.ledger.formula import flops
 from jaxllm.ledger.formula.exact.run import lora_of
@@ -109,7 +109,7 @@ class TrainingBill:
         return out_of_memory.message(doing, error, ledger, device_lib.used_by_others(), change, *more)
 
     def _change(self, available: int) -> str:
-        found = remedy.remedy(self._config, self._model, self._device, available)
+        found = remedies.training_remedy(self._config, self._model, self._device, available)
         if found is None:
             return "no change that the ledger knows of would fit: it takes larger devices, more, or a smaller model"
         return f"one change that would fit: {found}"

@@ -1,4 +1,6 @@
-"""Search space of the training planner: meshes, ZeRO stages, remat policies, micro-batches, chunks and offloading.
+"""Search space of the training planner, and the overrides and config file of a choice.
+
+The space spans meshes, ZeRO stages, remat policies, micro-batches, chunks and offloading.
 
 Choices that change numerics (precision, moment dtype) are searched only on request. The run itself (model, data,
 optimizer, sequences per step) is never changed.
@@ -7,11 +9,12 @@ optimizer, sequences per step) is never changed.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxllm.config import Architecture, Config
 from jaxllm.config import attention as attention_choice
+from jaxllm.config.overrides import field_paths
 from jaxllm.errors import UserError
 from jaxllm.step.precision import policy_for
 
@@ -39,11 +42,12 @@ OFFLOADS = ("none", "moments", "all")
 # (tokens per chunk of logits, queries per chunk of scores): the configuration's default, then smaller ones.
 CHUNKS = ((4096, 512), (1024, 128))
 MIN_CHUNK = 32  # queries; smaller chunks leave a device idle
-SECTIONS = ("precision", "mesh", "remat", "train", "optimizer")  # configuration sections that a choice changes
+# Fields that define a run of a published model, besides those that a choice sets.
+_RUN = ("model.name", "data.sequence_length", "train.batch_size", "optimizer.name")
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class TrainingChoice:
     """Values of the configuration fields that the training planner sets, named after those of `jaxllm.config`."""
 
     replica: int
@@ -59,8 +63,8 @@ class Choice:
     precision: str
 
     @property
-    def moving_parts(self) -> tuple[int, ...]:
-        """Complexity as a sort key: smaller is simpler, and the first element that differs decides."""
+    def complexity(self) -> tuple[int, ...]:
+        """Sort key: smaller is simpler, and the first element that differs decides."""
         offloaded = OFFLOADS.index(self.offload) + self.remat.startswith("offload")
         smaller = (self.precision == "bf16_pure") + (self.moment_dtype != "float32")
         return (offloaded, self.zero, self.tensor, smaller, self.replica, CHUNKS[0][0] != self.loss_chunk)
@@ -70,8 +74,8 @@ class Choice:
         """Describes the choice in one line."""
         mesh = f"replica {self.replica} × data {self.data} × tensor {self.tensor}, ZeRO {self.zero}"
         chunks = f"chunks {self.attention_chunk or 'all'}/{self.loss_chunk}"
-        held = f"offload {self.offload}, moments {self.moment_dtype}, {self.precision}"
-        return f"{mesh}, remat {self.remat}, {self.accumulate} micro-batches, {chunks}, {held}"
+        state = f"offload {self.offload}, moments {self.moment_dtype}, {self.precision}"
+        return f"{mesh}, remat {self.remat}, {self.accumulate} micro-batches, {chunks}, {state}"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -92,11 +96,11 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchSpace:
+class TrainingSpace:
     """Training runs among which the planner chooses.
 
     Attributes:
-      base: the run; fields that a `Choice` does not set keep its values.
+      base: the run; fields that a `TrainingChoice` does not set keep its values.
       model: its model.
       count: number of devices.
       platform: of the devices: cpu | gpu | tpu. A CPU has no separate host memory, so nothing is offloaded there.
@@ -124,8 +128,8 @@ class SearchSpace:
     def tensors(self) -> list[int]:
         """Sizes of the `tensor` axis that divide every dimension sharded over it."""
         model = self.model
-        along = (model.heads, model.kv_heads, model.mlp_width, self.length)
-        return [size for size in range(1, MAX_TENSOR + 1) if not any(whole % size for whole in along)]
+        sharded = (model.heads, model.kv_heads, model.mlp_width, self.length)
+        return [size for size in range(1, MAX_TENSOR + 1) if not any(dim % size for dim in sharded)]
 
     def meshes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields (replica, data, tensor, zero).
@@ -144,12 +148,12 @@ class SearchSpace:
     @functools.cached_property
     def has_scores(self) -> bool:
         """True if attention materializes scores, which can be chunked; False if kernels compute it."""
-        plain = self.configured(
-            Choice(1, 1, 1, 0, 1, "full", 0, CHUNKS[0][0], "none", *self.moments[:1], *self.precisions[:1])
+        config = self.configured(
+            TrainingChoice(1, 1, 1, 0, 1, "full", 0, CHUNKS[0][0], "none", *self.moments[:1], *self.precisions[:1])
         )
         dtype = policy_for(self.precisions[0], self.platform).compute_dtype.name
         try:
-            return attention_choice.resolve(plain, self.model, self.platform, dtype).implementation == "xla"
+            return attention_choice.resolve(config, self.model, self.platform, dtype).implementation == "xla"
         except UserError:  # the implementation is not supported: no choice is possible
             return True
 
@@ -164,7 +168,7 @@ class SearchSpace:
             return policies
         return [policy.replace("attn_context", "attn_context,attn_lse") for policy in policies]
 
-    def families(self) -> Iterator[Iterator[Choice]]:
+    def families(self) -> Iterator[Iterator[TrainingChoice]]:
         """Yields families of choices that differ only in what saves memory but no time, the simplest choice first.
 
         Smaller chunks of logits and scores only lengthen a loop, and offloading takes time on the host link. The first
@@ -179,11 +183,11 @@ class SearchSpace:
 
     def _family(
         self, mesh: tuple[int, int, int, int], accumulate: int, remat: str, chunked: bool, moment: str, precision: str
-    ) -> Iterator[Choice]:
+    ) -> Iterator[TrainingChoice]:
         for offload in OFFLOADS if self.platform != "cpu" else OFFLOADS[:1]:
             for loss, attention in CHUNKS:
                 queries = self._chunk(attention) if chunked else 0
-                yield Choice(*mesh, accumulate, remat, queries, loss, offload, moment, precision)
+                yield TrainingChoice(*mesh, accumulate, remat, queries, loss, offload, moment, precision)
 
     def _chunk(self, size: int) -> int:
         """Returns the largest divisor of the sequence length up to `size`; 0 if chunking is not worthwhile."""
@@ -193,10 +197,9 @@ class SearchSpace:
             self._chunks[size] = fitting[-1] if worth else 0
         return self._chunks[size]
 
-    def configured(self, choice: Choice) -> Config:
+    def configured(self, choice: TrainingChoice) -> Config:
         """Returns the configuration of a choice. Configurations share sections: do not modify them."""
-        held = {name: section for name, section in vars(self.base).items() if name not in SECTIONS}
-        made = {
+        sections = {
             "precision": self._section("precision", policy=choice.precision),
             "mesh": self._section(
                 "mesh", replica=choice.replica, data=choice.data, tensor=choice.tensor, zero=choice.zero
@@ -210,13 +213,44 @@ class SearchSpace:
             ),
             "optimizer": self._section("optimizer", moment_dtype=choice.moment_dtype, offload=choice.offload),
         }
-        return Config(**held, **made)
+        return Config(**{**vars(self.base), **sections})
+
+    def overrides(self, choice: TrainingChoice, typed: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Returns the overrides, dotted path -> value, that turn a run into the planned one.
+
+        Args:
+          typed: overrides of the config file from the command line, which are kept unless the choice sets the same
+            field. None if there is no file: the fields that define the run are then included.
+        """
+        before = field_paths(self.base)
+        if typed is None:
+            return {path: before[path] for path in _RUN} | choice.fields
+        return {**typed, **{path: value for path, value in choice.fields.items() if before[path] != value}}
+
+    def config_file(self, choice: TrainingChoice, title: str) -> str:
+        """Returns the text of a file for `--config` with every field of a choice's run that is not at its default.
+
+        Args:
+          title: first line of the file's docstring.
+        """
+        default = field_paths(Config())
+        changed = {
+            path: value for path, value in field_paths(self.configured(choice)).items() if value != default[path]
+        }
+        lines = [f'"""{title}"""', "", "from jaxllm.config import Config", "", "", "def get_config() -> Config:"]
+        lines += ["    config = Config()", *(f"    config.{path} = {value!r}" for path, value in changed.items())]
+        return "\n".join([*lines, "    return config", ""])
 
     def _section(self, name: str, **fields: Any) -> Any:
         key = (name, *fields.values())
         if key not in self._sections:
             self._sections[key] = dataclasses.replace(getattr(self.base, name), **fields)
         return self._sections[key]
+
+
+def override_flags(overrides: Mapping[str, Any]) -> list[str]:
+    """Returns overrides as command-line flags."""
+    return [f"--config.{path}={value}" for path, value in overrides.items()]
 
 
 @functools.cache
