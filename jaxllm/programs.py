@@ -130,7 +130,7 @@ def state_from(config: Config, step_spec: StepSpec, mesh: Mesh, load: Callable[[
     if abstract.frozen is not None:
         frozen = load(step_spec.policy.compute_dtype, abstract.frozen)
         specs, placements = adapter_specs.trained_specs(step_spec.model, config.lora), _weights(config, step_spec, mesh)
-        fresh = jax.jit(
+        create_state = jax.jit(
             lambda: state_lib.begin(
                 state_lib.initial(specs, seed, step_spec.policy.param_dtype, placements),
                 step_spec.optimizer,
@@ -139,13 +139,13 @@ def state_from(config: Config, step_spec: StepSpec, mesh: Mesh, load: Callable[[
             ),
             out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, frozen=None)),
         )
-        return dataclasses.replace(fresh(), frozen=frozen)
+        return dataclasses.replace(create_state(), frozen=frozen)
     params = load(step_spec.policy.param_dtype, abstract.params)
-    beside = jax.jit(
+    create_rest = jax.jit(
         lambda params: dataclasses.replace(state_lib.begin(params, step_spec.optimizer, seed, scale), params=None),
         out_shardings=jax.tree.map(lambda x: x.sharding, dataclasses.replace(abstract, params=None)),
     )
-    return dataclasses.replace(beside(params), params=params)
+    return dataclasses.replace(create_rest(params), params=params)
 
 
 def _weights(config: Config, step_spec: StepSpec, mesh: Mesh) -> Any:
@@ -184,7 +184,7 @@ def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, transpos
     return jax.eval_shape(weights.to_tpu_layout, params) if transposed else params
 
 
-def _reading(function: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
+def _with_layout(function: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
     """Adapts a function of (params, …) to parameters in the layout of `_inference_params`."""
     return (lambda params, *rest: function(weights.from_tpu_layout(params), *rest)) if transposed else function
 
@@ -206,12 +206,12 @@ def prefill(
       capacity: Maximum tokens per row.
       dtype: Dtype of the parameters.
       cache_dtype: Dtype of the cached keys and values; None means `dtype`.
-      turned: Whether the parameters are in the transposed layout of `decode.weights.turn`.
+      transposed: Whether the parameters are in the layout of `decode.weights.to_tpu_layout`.
     """
     state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, chunk), bool)
-    run = _reading(
+    run = _with_layout(
         lambda params, state, tokens, valid: generate.prefill(params, state, tokens, valid, model), transposed
     )
     inputs = (_inference_params(model, dtype, transposed), state, tokens, valid)
@@ -237,10 +237,10 @@ def decode(
       capacity: Maximum tokens per row.
       dtype: Dtype of the parameters.
       cache_dtype: Dtype of the cached keys and values; None means `dtype`.
-      turned: Whether the parameters are in the transposed layout of `decode.weights.turn`.
+      transposed: Whether the parameters are in the layout of `decode.weights.to_tpu_layout`.
     """
     state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
-    run = _reading(lambda params, state, limit: generate.decode(params, state, limit, model, steps), transposed)
+    run = _with_layout(lambda params, state, limit: generate.decode(params, state, limit, model, steps), transposed)
     inputs = (_inference_params(model, dtype, transposed), state, jax.ShapeDtypeStruct((), jnp.int32))
     return Program("decode", jax.jit(run, donate_argnums=1), inputs, (1,))
 
@@ -250,7 +250,7 @@ def decode_without_cache(
 ) -> Program:
     """Builds the `decode` program with a full forward pass per token; its state stores tokens instead of a cache."""
     state = decode_state.abstract(model, batch, capacity, dtype, with_cache=False)
-    run = _reading(
+    run = _with_layout(
         lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps), transposed
     )
     inputs = (_inference_params(model, dtype, transposed), state, jax.ShapeDtypeStruct((), jnp.int32))

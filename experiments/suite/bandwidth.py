@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.kernels.decode import int8 as decode_int8
+from jaxllm.kernels.decode import common as decode_common
 from jaxllm.kernels.decode.api import decode_attention
 from suite import ours, peaks, timing, work
 from suite.records import Context
@@ -37,7 +37,7 @@ def arrays(batch: int, length: int, heads: int, key_heads: int, head_dim: int, i
 
     def one(key: Any) -> Any:
         x = jax.random.normal(key, (batch, key_heads, length, head_dim), jnp.bfloat16)
-        return decode_int8.quantize(x) if int8 else (x, None)
+        return decode_common.quantize(x) if int8 else (x, None)
 
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, 1, heads, head_dim), jnp.bfloat16)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.kernels import reference
-from jaxllm.kernels.decode import int8 as decode_int8
+from jaxllm.kernels.decode import common as decode_common
 from jaxllm.kernels.decode.api import decode_attention
 from suite import exact, ours, timing
 from suite.cells import Cell, grid
@@ -77,7 +77,7 @@ def decode_program(cell: Cell) -> tuple[Any, tuple[Any, ...]]:
     k, v = (jnp.asarray(generator.standard_normal((len(lengths), KEY_HEADS, S, H)), cell["dtype"]) for _ in range(2))
     scales = {}
     if cell["int8"]:
-        (k, k_scale), (v, v_scale) = decode_int8.quantize(k), decode_int8.quantize(v)
+        (k, k_scale), (v, v_scale) = decode_common.quantize(k), decode_common.quantize(v)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"window": decode_window(cell), "scale": H**-0.5, "softcap": cell["softcap"]}
     options |= {"capacity": 3 * S if ring else S, "platform": "gpu", "interpret": ours.interpreted()}

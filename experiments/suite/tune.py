@@ -1,4 +1,4 @@
-"""Section b, tiles: the fastest sizes for `kernels/flash/tile_sizes.py` on this device, one kernel at a time."""
+"""Section b, tiles: the fastest sizes for `kernels/flash/common.py` on this device, one kernel at a time."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxllm.kernels.flash.tile_sizes import Tile, Tiles, tiles_for
+from jaxllm.kernels.flash.common import Tile, Tiles, tiles_for
 from suite import ours, rivals, timing, work
 from suite.records import Context, told
 
@@ -32,7 +32,7 @@ def sweep(context: Context, head_dim: int, best: Tiles, kernel: str) -> Tiles:
     arguments = rivals.arrays(batch, length, heads, head_dim, True)
     programs, failed = {}, {}
     for tile in every:
-        ours_in_it = ours.causal(head_dim, blocks=dataclasses.replace(best, **{kernel: tile}))
+        ours_in_it = ours.causal(head_dim, tiles=dataclasses.replace(best, **{kernel: tile}))
         try:
             programs[str(tile)] = rivals.program(ours_in_it, backward).lower(*arguments)
         except Exception as error:  # exceeds a multiprocessor's resources, or unsupported layout

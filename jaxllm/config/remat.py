@@ -5,6 +5,7 @@ them, and ledger rows are labelled with them. This module does not import JAX.
 """
 
 import dataclasses
+import math
 
 from jaxllm.errors import UserError, nearest
 
@@ -76,3 +77,15 @@ def parse(policy: str) -> RematPolicy:
                 f"(supported: {', '.join(TAGS)})"
             )
     return RematPolicy(kind, tags)
+
+
+def group_size(repeats: int, policy: RematPolicy) -> int:
+    """Returns the number of pattern repeats per `sqrt` group: the divisor of `repeats` nearest √repeats (log scale).
+
+    Each group saves its input, and during its own backward pass the activations of all its blocks. The sum of both
+    counts is smallest near √repeats (Chen et al. 2016). Returns 1 under other policies.
+    """
+    if policy.kind != "sqrt" or not repeats:
+        return 1
+    divisors = (size for size in range(1, repeats + 1) if repeats % size == 0)
+    return min(divisors, key=lambda size: abs(math.log(size / math.sqrt(repeats))))

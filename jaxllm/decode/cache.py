@@ -56,8 +56,8 @@ def abstract(model: Architecture, batch: int, capacity: int, dtype: jax.typing.D
 
 
 def _arrays(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Any:
-    def array(spec: specs.ParamSpec) -> jax.ShapeDtypeStruct:
+    def to_array(spec: specs.ParamSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spec.shape, jnp.float32 if spec.role == "cache scale" else dtype)
 
     scaled = jnp.dtype(dtype) == jnp.int8
-    return specs.map_specs(array, specs.cache_specs(model, batch, capacity, scaled))
+    return specs.map_specs(to_array, specs.cache_specs(model, batch, capacity, scaled))

@@ -18,10 +18,13 @@ from jaxllm.decode.cache import KVCache
 from jaxllm.decode.state import END, LENGTH, PAD, RUNNING, DecodeState, TokenBuffer, mark_seen
 from jaxllm.model import transformer
 
+PREFILL_CHUNK = 128  # prompt tokens per row and prefill call
+DECODE_STEPS = 8  # tokens per row and decode call; the host checks the text between calls
 
-def _hidden_at(hidden: Float[Array, "B T D"], places: Int[Array, " B"]) -> Float[Array, "B D"]:
+
+def _select_token(hidden: Float[Array, "B T D"], indices: Int[Array, " B"]) -> Float[Array, "B D"]:
     """Selects the hidden state of one token per row."""
-    return jnp.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(hidden, indices[:, None, None], axis=1)[:, 0]
 
 
 def _positions(lengths: Int[Array, " B"], valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
@@ -38,11 +41,11 @@ def extend(
       params: Parameter tree.
       cache: KV cache.
       tokens: New tokens of each row.
-      valid: False for padding, which may be anywhere: the position of a token is the number of real tokens before it.
+      valid: False for padding, which may be anywhere: the position of a token is the number of valid tokens before it.
       model: Architecture of the model.
 
     Returns:
-      (float32 logits after the last real token of each row, undefined for rows without one; the updated cache).
+      (float32 logits after the last valid token of each row, undefined for rows without one; the updated cache).
     """
     positions = _positions(cache.lengths, valid)
     hidden, kv, _ = transformer.forward(
@@ -57,7 +60,7 @@ def extend(
     )
     counts = valid.sum(1, dtype=jnp.int32)
     last = (valid * jnp.arange(tokens.shape[1])[None, :]).max(1)
-    logits = transformer.logits(_hidden_at(hidden, last), params, model)
+    logits = transformer.logits(_select_token(hidden, last), params, model)
     return logits, KVCache(kv, cache.lengths + counts, cache.capacity)
 
 
@@ -70,14 +73,14 @@ def prefill(
       params: Parameter tree.
       state: Decoding state with a KV cache.
       tokens: Next C tokens of every prompt; rows with fewer are padded, on either side.
-      valid: False for padding. Rows without real tokens keep their next token.
+      valid: False for padding. Rows without valid tokens keep their next token.
       model: Architecture of the model.
     """
     assert isinstance(state.cache, KVCache)
     logits, cache = extend(params, state.cache, tokens, valid, model)
     seen = mark_seen(state.seen, tokens, valid)
-    drawn = sampling_lib.next_tokens(logits, seen, state.sampling, cache.lengths)
-    return state.replace(cache=cache, next=jnp.where(valid.any(1), drawn, state.next), seen=seen)
+    sampled = sampling_lib.next_tokens(logits, seen, state.sampling, cache.lengths)
+    return state.replace(cache=cache, next=jnp.where(valid.any(1), sampled, state.next), seen=seen)
 
 
 def _emit(state: DecodeState, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], DecodeState]:
@@ -101,7 +104,7 @@ def _emit(state: DecodeState, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"
     return jnp.where(active, tokens, PAD), state
 
 
-def _run(
+def _decode_loop(
     state: DecodeState,
     step: Callable[[DecodeState], tuple[Int[Array, " B"], DecodeState]],
     steps: int,
@@ -109,7 +112,7 @@ def _run(
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
     """Runs steps in a device loop until all rows are finished, at most `limit` times."""
 
-    def going(carry: tuple[Array, DecodeState, Array]) -> Array:
+    def unfinished(carry: tuple[Array, DecodeState, Array]) -> Array:
         i, state, _ = carry
         return (i < jnp.minimum(limit, steps)) & ~state.finished.all()
 
@@ -119,7 +122,7 @@ def _run(
         return i + 1, state, buffer.at[:, i].set(tokens)
 
     buffer = jnp.full((state.finished.shape[0], steps), PAD, jnp.int32)
-    _, state, buffer = jax.lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state, buffer))
+    _, state, buffer = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state, buffer))
     return state, buffer
 
 
@@ -144,10 +147,10 @@ def decode(
         assert isinstance(cache, KVCache)
         tokens, state = _emit(state, state.next)
         logits, cache = extend(params, cache, tokens[:, None], ~state.finished[:, None], model)
-        drawn = sampling_lib.next_tokens(logits, state.seen, state.sampling, cache.lengths)
-        return tokens, state.replace(cache=cache, next=jnp.where(state.finished, state.next, drawn))
+        sampled = sampling_lib.next_tokens(logits, state.seen, state.sampling, cache.lengths)
+        return tokens, state.replace(cache=cache, next=jnp.where(state.finished, state.next, sampled))
 
-    return _run(state, step, steps, limit)
+    return _decode_loop(state, step, steps, limit)
 
 
 def decode_without_cache(
@@ -160,13 +163,13 @@ def decode_without_cache(
         assert isinstance(history, TokenBuffer)
         positions = jnp.broadcast_to(jnp.arange(history.capacity), history.tokens.shape)
         hidden, _, _ = transformer.forward(params, history.tokens, positions, model)
-        logits = transformer.logits(_hidden_at(hidden, history.lengths - 1), params, model)
-        drawn = sampling_lib.next_tokens(logits, state.seen, state.sampling, history.lengths)
-        tokens, state = _emit(state, drawn)
+        logits = transformer.logits(_select_token(hidden, history.lengths - 1), params, model)
+        sampled = sampling_lib.next_tokens(logits, state.seen, state.sampling, history.lengths)
+        tokens, state = _emit(state, sampled)
         # The token of a finished row gets an out-of-bounds index and is dropped.
         slots = jnp.where(state.finished, history.capacity, history.lengths)
         written = history.tokens.at[jnp.arange(slots.shape[0]), slots].set(tokens, mode="drop")
         history = history.replace(tokens=written, lengths=history.lengths + ~state.finished)
         return tokens, state.replace(cache=history)
 
-    return _run(state, step, steps, limit)
+    return _decode_loop(state, step, steps, limit)

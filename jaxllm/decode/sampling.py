@@ -59,13 +59,13 @@ def check(options: SamplingOptions) -> None:
     if options.top_k < 0:
         raise UserError(f"--top_k is {options.top_k}; it must be 0 (off) or positive")
     if not 0 <= options.top_p <= 1:
-        raise UserError(f"--top_p is {options.top_p}; it must lie between 0 and 1 (1 is off)")
+        raise UserError(f"--top_p is {options.top_p}; it must be between 0 and 1 (1 is off)")
     if not 0 <= options.min_p <= 1:
-        raise UserError(f"--min_p is {options.min_p}; it must lie between 0 (off) and 1")
+        raise UserError(f"--min_p is {options.min_p}; it must be between 0 (off) and 1")
     if not 0 < options.repetition_penalty < math.inf:
         raise UserError(f"--repetition_penalty is {options.repetition_penalty}; it must be positive (1 is off)")
     if not 0 <= options.seed < 2**32:
-        raise UserError(f"--seed is {options.seed}; it must lie between 0 and {2**32 - 1}")
+        raise UserError(f"--seed is {options.seed}; it must be between 0 and {2**32 - 1}")
 
 
 def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int] | np.ndarray]) -> Key[Array, " B"]:
@@ -142,11 +142,11 @@ def _draw(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Ar
     def filtered() -> Array:
         # Sort noise and ids together with the logits: a gather by the sorted order is far slower on accelerators.
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        rising, noises, order = jax.lax.sort((-logits, noise, ids), dimension=1, num_keys=1, is_stable=True)
-        falling = -rising
-        kept = jnp.arange(V)[None, :] < num_kept(falling, params)[:, None]
-        noisy = jnp.where(kept, falling + noises, -jnp.inf)
-        return jnp.take_along_axis(order, jnp.argmax(noisy, axis=1)[:, None], axis=1)[:, 0]
+        negated, noise_sorted, ids_sorted = jax.lax.sort((-logits, noise, ids), dimension=1, num_keys=1, is_stable=True)
+        decreasing = -negated
+        kept = jnp.arange(V)[None, :] < num_kept(decreasing, params)[:, None]
+        noisy = jnp.where(kept, decreasing + noise_sorted, -jnp.inf)
+        return jnp.take_along_axis(ids_sorted, jnp.argmax(noisy, axis=1)[:, None], axis=1)[:, 0]
 
     # Sorting a large vocabulary can take longer than a small model's step, and most requests use no filters.
     filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)

@@ -16,15 +16,15 @@ _TRANSPOSED = ("q", "k", "v")
 
 def to_tpu_layout(params: Any) -> Any:
     """Transposes the Q, K and V projections to the TPU layout, in which the model width D is the last dimension."""
-    return _moved(params, -3, -1)
+    return _move_axis(params, -3, -1)
 
 
 def from_tpu_layout(params: Any) -> Any:
     """Inverts `to_tpu_layout`. For use inside a jitted program, where the transpose is free."""
-    return _moved(params, -1, -3)
+    return _move_axis(params, -1, -3)
 
 
-def _moved(params: Any, source: int, destination: int) -> Any:
+def _move_axis(params: Any, source: int, destination: int) -> Any:
     def move(path: Any, x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, source, destination) if path[-1].key in _TRANSPOSED else x
 

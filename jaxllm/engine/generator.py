@@ -14,6 +14,7 @@ from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode import state as state_lib
 from jaxllm.decode import weights
+from jaxllm.decode.generate import DECODE_STEPS, PREFILL_CHUNK
 from jaxllm.decode.state import DecodeState
 from jaxllm.engine.request import Result, SampleRequest, Times, check, options_of
 from jaxllm.engine.stop_strings import StopStream
@@ -23,14 +24,12 @@ from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.compiled import attached
 from jaxllm.ledger.rows import Figure
 
-CHUNK = 128  # prompt tokens per row and prefill call
-STEPS = 8  # tokens per row and decode call; the host checks the text between calls
 _MIN_CAPACITY = 128  # short requests of any length share one compilation
 
-# Callback for (index of the prompt, new text).
-OnText = Callable[[int, str], None]
-# Admission check for (number of sequences, maximum tokens per sequence); raises UserError if they do not fit.
-Admit = Callable[[int, int], None]
+# Callback with (index of the prompt, new text).
+TextCallback = Callable[[int, str], None]
+# Check of (number of sequences, maximum tokens per sequence) that raises UserError if they do not fit.
+AdmissionCheck = Callable[[int, int], None]
 
 
 def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int | None = None) -> np.ndarray:
@@ -53,16 +52,15 @@ def encode(prompt: str, tokenizer: Tokenizer, model: Architecture, capacity: int
     largest = int(tokens.max())
     if largest >= model.vocab_size:
         raise UserError(
-            f"--prompt has a special token of id {largest} and the model's vocab_size is {model.vocab_size}: it has "
-            "no weights for that token; leave it out"
+            f"--prompt has a special token of id {largest}, but the model's vocab_size is {model.vocab_size}; remove it"
         )
     context = model.context_length
     limit = min(context, capacity or context)
     if len(tokens) >= limit:
-        cache = "" if limit == context else f" (of which the cache holds {limit})"
+        cache = "" if limit == context else f" (the cache has space for {limit})"
         raise UserError(
-            f"--prompt has {len(tokens)} tokens and the model's context_length is {context}{cache}; "
-            f"shorten it to {limit - 1}, so that one more token fits"
+            f"--prompt has {len(tokens)} tokens, but the model's context_length is {context}{cache}; "
+            f"shorten it to {limit - 1} or fewer"
         )
     return tokens
 
@@ -73,7 +71,7 @@ def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
     return min(1 << (needed - 1).bit_length(), model.context_length)
 
 
-class _Row:
+class _RowOutput:
     """Output of one prompt during generation: its tokens and its text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], ends: Sequence[int]):
@@ -85,6 +83,7 @@ class _Row:
 
     @property
     def stopped(self) -> bool:
+        """True if a stop string has ended the text."""
         return self._stream.stopped
 
     def push(self, tokens: np.ndarray) -> str:
@@ -100,6 +99,7 @@ class _Row:
         return text
 
     def finish(self) -> str:
+        """Ends the output; returns the text that was held back."""
         text = self._stream.push(self._decoder.finish()) + self._stream.finish()
         self.text += text
         return text
@@ -137,14 +137,14 @@ class Generator:
         *,
         cache_dtype: jax.typing.DTypeLike | None = None,
         capacity: int | None = None,
-        chunk: int = CHUNK,
-        steps: int = STEPS,
+        chunk: int = PREFILL_CHUNK,
+        steps: int = DECODE_STEPS,
         use_cache: bool = True,
-        admit: Admit | None = None,
+        admit: AdmissionCheck | None = None,
     ):
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocab_size is {model.vocab_size}; "
+                f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocab_size is {model.vocab_size}; "
                 "use the tokenizer that the model was trained with"
             )
         self._model = model
@@ -165,7 +165,7 @@ class Generator:
         """Encodes a prompt as the beginning of a document.
 
         Raises:
-          UserError: The prompt is empty, has a token outside the vocabulary, or leaves no room for a further token.
+          UserError: The prompt is empty, has a token outside the vocabulary, or leaves no space for a new token.
         """
         return encode(prompt, self._tokenizer, self._model, self._capacity)
 
@@ -176,7 +176,7 @@ class Generator:
         return capacity_for(longest, max_new_tokens, self._model)
 
     def generate(
-        self, prompts: Sequence[str], request: SampleRequest, on_text: OnText | None = None
+        self, prompts: Sequence[str], request: SampleRequest, on_text: TextCallback | None = None
     ) -> tuple[list[Result], Times]:
         """Continues all prompts in one batch.
 
@@ -197,8 +197,8 @@ class Generator:
         if self._admit is not None:
             self._admit(len(ids), capacity)
         ends = () if request.ignore_eos else tuple(self._tokenizer.end_ids)
-        rows = [_Row(self._tokenizer, request.stop, ends) for _ in prompts]
-        tell = on_text or (lambda _index, _text: None)
+        rows = [_RowOutput(self._tokenizer, request.stop, ends) for _ in prompts]
+        emit = on_text or (lambda _index, _text: None)
 
         began = time.perf_counter()
         decode = self._program("decode" if self._use_cache else "decode_without_cache", len(ids), capacity)
@@ -216,7 +216,7 @@ class Generator:
             for index, row in enumerate(rows):
                 text = row.push(tokens[index])
                 if text:
-                    tell(index, text)
+                    emit(index, text)
                 finished[index] |= row.stopped
             if finished.all():
                 break
@@ -229,7 +229,7 @@ class Generator:
         for index, row in enumerate(rows):
             text = row.finish()
             if text:
-                tell(index, text)
+                emit(index, text)
         reasons = np.asarray(state.reason).tolist()
         results = [
             Result(prompt, row.text, row.tokens, "stop" if row.stopped else state_lib.REASONS[reason])
@@ -253,10 +253,10 @@ class Generator:
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
-            how: dict[str, Any] = {"transposed": self._transposed}
+            options: dict[str, Any] = {"transposed": self._transposed}
             if self._use_cache:
-                how["cache_dtype"] = self._cache_dtype
-            program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **how)
+                options["cache_dtype"] = self._cache_dtype
+            program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **options)
             self._compiled[key] = program.compile()
         return self._compiled[key]
 

@@ -16,29 +16,29 @@ class StopStream:
     def __init__(self, stops: Sequence[str]):
         assert all(stops), "an empty string would stop everything"
         self._stops = stops
-        self._held = ""
+        self._buffer = ""
         self.stopped = False
 
     def push(self, text: str) -> str:
         """Appends text; returns the text that is certain to precede any stop string."""
         if self.stopped:
             return ""
-        self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._buffer += text
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if found:
             self.stopped = True
             return self._release(min(found)[1])
-        return self._release(len(self._held) - self._open())
+        return self._release(len(self._buffer) - self._partial_match())
 
     def finish(self) -> str:
         """Ends the stream; returns the text that was held back."""
-        return "" if self.stopped else self._release(len(self._held))
+        return "" if self.stopped else self._release(len(self._buffer))
 
     def _release(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
         return text
 
-    def _open(self) -> int:
+    def _partial_match(self) -> int:
         """Returns the length of the longest suffix of the held-back text that is a prefix of a stop string."""
-        longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops)), 0)
+        longest = min(max(map(len, self._stops), default=1) - 1, len(self._buffer))
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._buffer[-n:]) for s in self._stops)), 0)

@@ -26,49 +26,49 @@ def block_length(rows: int, groups: int) -> int:
 
 def block_count(rows: int, groups: int) -> int:
     """Returns the number of single-group blocks that suffices for any distribution of `rows` over `groups`."""
-    filled = min(rows, groups)  # groups with at least one row
-    return filled + (rows - filled) // block_length(rows, groups)
+    nonempty = min(rows, groups)  # largest possible number of groups with at least one row
+    return nonempty + (rows - nonempty) // block_length(rows, groups)
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Assignment of rows to slots of single-group blocks.
+class BlockLayout:
+    """Arrangement of rows in single-group blocks.
 
     Attributes:
-      slot: Slot of each row, in the original row order.
+      index: Index of each row in the concatenated blocks, in the original row order.
       group: Group of each block; arbitrary for unused blocks.
       shape: (number of blocks, rows per block).
     """
 
-    slot: Int[Array, " R"]
+    index: Int[Array, " R"]
     group: Int[Array, " blocks"]
     shape: tuple[int, int]
 
-    def to_blocks(self, rows: Float[Array, "R D"]) -> Float[Array, "blocks length D"]:
-        """Scatters the rows into their slots; unused slots are zero."""
+    def scatter(self, rows: Float[Array, "R D"]) -> Float[Array, "blocks length D"]:
+        """Scatters the rows into their blocks, whose other rows are zero."""
         blocks, length = self.shape
         out = jnp.zeros((blocks * length, rows.shape[1]), rows.dtype)
-        return out.at[self.slot].set(rows, unique_indices=True).reshape(blocks, length, -1)
+        return out.at[self.index].set(rows, unique_indices=True).reshape(blocks, length, -1)
 
-    def from_blocks(self, blocks: Float[Array, "blocks length D"]) -> Float[Array, "R D"]:
-        """Gathers the rows from their slots, in the original row order."""
-        return blocks.reshape(-1, blocks.shape[-1]).at[self.slot].get(unique_indices=True)
+    def gather(self, blocks: Float[Array, "blocks length D"]) -> Float[Array, "R D"]:
+        """Gathers the rows from their blocks, in the original row order."""
+        return blocks.reshape(-1, blocks.shape[-1]).at[self.index].get(unique_indices=True)
 
 
-def to_blocks(groups_of_rows: Int[Array, " R"], groups: int) -> Blocks:
-    """Computes the block layout of rows with the given groups."""
-    rows = groups_of_rows.shape[0]
+def block_layout(row_groups: Int[Array, " R"], groups: int) -> BlockLayout:
+    """Arranges rows with the given groups in blocks."""
+    rows = row_groups.shape[0]
     length, count = block_length(rows, groups), block_count(rows, groups)
-    sizes = jnp.bincount(groups_of_rows, length=groups)
-    last_block = jnp.cumsum(-(-sizes // length))  # end of each group, exclusive
-    first_slot = (last_block + sizes // -length) * length
-    order = jnp.argsort(groups_of_rows, stable=True)
+    sizes = jnp.bincount(row_groups, length=groups)
+    end_block = jnp.cumsum(-(-sizes // length))  # exclusive end of each group
+    first_index = (end_block + sizes // -length) * length
+    order = jnp.argsort(row_groups, stable=True)
     first_row = jnp.cumsum(sizes) - sizes
-    sorted_groups = groups_of_rows[order]
-    slot = first_slot[sorted_groups] + jnp.arange(rows) - first_row[sorted_groups]
-    group = jnp.searchsorted(last_block, jnp.arange(count), side="right")
-    return Blocks(
-        jnp.zeros(rows, jnp.int32).at[order].set(slot.astype(jnp.int32), unique_indices=True),
+    sorted_groups = row_groups[order]
+    index = first_index[sorted_groups] + jnp.arange(rows) - first_row[sorted_groups]
+    group = jnp.searchsorted(end_block, jnp.arange(count), side="right")
+    return BlockLayout(
+        jnp.zeros(rows, jnp.int32).at[order].set(index.astype(jnp.int32), unique_indices=True),
         jnp.minimum(group, groups - 1).astype(jnp.int32),
         (count, length),
     )
@@ -80,11 +80,11 @@ def grouped_matmul(
 ) -> Float[Array, "blocks length F"]:
     """Multiplies each block by the matrix of its group; weight gradients are accumulated in float32."""
 
-    def one(_: None, block: tuple[Array, Array]) -> tuple[None, Array]:
+    def step(_: None, block: tuple[Array, Array]) -> tuple[None, Array]:
         rows, index = block
         return None, rows @ weights[index]
 
-    return jax.lax.scan(one, None, (x, group))[1]
+    return jax.lax.scan(step, None, (x, group))[1]
 
 
 def _forward(x: Any, weights: Any, group: Any) -> tuple[Array, tuple[Array | None, Array, Array]]:
@@ -96,16 +96,16 @@ def _forward(x: Any, weights: Any, group: Any) -> tuple[Array, tuple[Array | Non
 def _backward(saved: tuple[Array | None, Array, Array], d_out: Array) -> tuple[Array, Array | None, None]:
     x, weights, group = saved
     if x is None:
-        _, x_change = jax.lax.scan(lambda _, block: (None, block[0] @ weights[block[1]].T), None, (d_out, group))
-        return x_change, None, None
+        _, d_x = jax.lax.scan(lambda _, block: (None, block[0] @ weights[block[1]].T), None, (d_out, group))
+        return d_x, None, None
 
-    def one(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        rows, outputs, index = block
-        part = jnp.einsum("ld,lf->df", rows, outputs, preferred_element_type=jnp.float32)
-        return total.at[index].add(part), outputs @ weights[index].T
+    def step(d_weights: Array, block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        rows, d_rows, index = block
+        d_weight = jnp.einsum("ld,lf->df", rows, d_rows, preferred_element_type=jnp.float32)
+        return d_weights.at[index].add(d_weight), d_rows @ weights[index].T
 
-    total, x_change = jax.lax.scan(one, jnp.zeros(weights.shape, jnp.float32), (x, d_out, group))
-    return x_change, total.astype(weights.dtype), None
+    d_weights, d_x = jax.lax.scan(step, jnp.zeros(weights.shape, jnp.float32), (x, d_out, group))
+    return d_x, d_weights.astype(weights.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)

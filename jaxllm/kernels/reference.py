@@ -123,16 +123,16 @@ def chunked_attention(
     """
     B, T = q.shape[:2]
 
-    def cut(x: Array) -> Array:
+    def split_chunks(x: Array) -> Array:
         return x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def one(k: Array, v: Array, part: tuple[Array, Array, Array | None]) -> Array:
-        queries, positions, segments = part
+    def attend_chunk(k: Array, v: Array, inputs: tuple[Array, Array, Array | None]) -> Array:
+        queries, positions, segments = inputs
         mask = attention_mask(positions, k_positions, segments, k_segments, window)
         # Unnamed: a remat policy that saves these names would save them for every chunk.
         return attention(queries, k, v, mask, scale=scale, softcap=softcap, named=False)
 
-    parts = (cut(q), cut(q_positions), None if q_segments is None else cut(q_segments))
-    _, out = jax.lax.scan(lambda _, part: (None, one(k, v, part)), None, parts)
+    chunks = (split_chunks(q), split_chunks(q_positions), None if q_segments is None else split_chunks(q_segments))
+    _, out = jax.lax.scan(lambda _, inputs: (None, attend_chunk(k, v, inputs)), None, chunks)
     return out.swapaxes(0, 1).reshape(q.shape)

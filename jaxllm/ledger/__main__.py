@@ -19,7 +19,7 @@ from rich.console import Console
 
 from jaxllm import commandline
 from jaxllm.checkpoints import open_any
-from jaxllm.engine import generator
+from jaxllm.decode.generate import DECODE_STEPS, PREFILL_CHUNK
 from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.ledger import request
@@ -62,7 +62,7 @@ def main() -> int:
         count=_COUNT.value,
         batch=_BATCH.value,
         context=_CONTEXT.value,
-        chunk=generator.CHUNK,
+        chunk=PREFILL_CHUNK,
         weights=_WEIGHTS.value,
         cache=_CACHE.value,
     )
@@ -116,7 +116,7 @@ def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, In
 
 def _sampling(asked: BillRequest) -> SamplingSpec:
     context = request.context_of(asked)
-    return SamplingSpec(asked.batch, context, min(asked.chunk, context), generator.STEPS, asked.cache)
+    return SamplingSpec(asked.batch, context, min(asked.chunk, context), DECODE_STEPS, asked.cache)
 
 
 def _inspect(asked: BillRequest, task: str) -> dict[str, Inspection]:

@@ -21,7 +21,7 @@ def adapter_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any] | Non
     if not lora.rank:
         return None
     base = param_specs(model)
-    return {group: tuple(_of_layer(layer, lora) for layer in base[group]) for group in GROUPS}
+    return {group: tuple(_layer_adapter_specs(layer, lora) for layer in base[group]) for group in GROUPS}
 
 
 def trained_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any]:
@@ -34,15 +34,15 @@ def frozen_specs(model: Architecture, lora: LoraConfig) -> dict[str, Any] | None
     return param_specs(model) if lora.rank else None
 
 
-def _of_layer(layer: dict[str, Any], lora: LoraConfig) -> dict[str, Any]:
+def _layer_adapter_specs(layer: dict[str, Any], lora: LoraConfig) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for target in lora.targets:
         part = LORA_TARGETS[target]
-        parts.setdefault(part, {})[target] = _pair(layer[part][target], lora.rank)
+        parts.setdefault(part, {})[target] = _adapter_pair(layer[part][target], lora.rank)
     return parts
 
 
-def _pair(weight: ParamSpec, rank: int) -> dict[str, ParamSpec]:
+def _adapter_pair(weight: ParamSpec, rank: int) -> dict[str, ParamSpec]:
     """Returns the specs of a weight's A and B, with the same stacked dimensions as the weight.
 
     A is initialized from a normal distribution (section 4.1 of the paper) with the standard deviation of PEFT's uniform

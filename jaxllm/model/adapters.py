@@ -45,10 +45,10 @@ def joined(weights: dict[str, Any], adapters: dict[str, Any] | None) -> dict[str
     if adapters is None:
         return weights
 
-    def layer(part: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
-        return {name: {**tree, ADAPTERS: beside[name]} if name in beside else tree for name, tree in part.items()}
+    def join_layer(layer: dict[str, Any], pairs: dict[str, Any]) -> dict[str, Any]:
+        return {name: {**tree, ADAPTERS: pairs[name]} if name in pairs else tree for name, tree in layer.items()}
 
-    groups = {group: tuple(map(layer, weights[group], adapters[group])) for group in GROUPS}
+    groups = {group: tuple(map(join_layer, weights[group], adapters[group])) for group in GROUPS}
     return {name: groups.get(name, tree) for name, tree in weights.items()}
 
 
@@ -72,16 +72,18 @@ def merged(
         lead = spec.shape[: min(spec.fan_in)]
         a, b = (x.astype(jnp.float32) for x in (pair["a"], pair["b"]))
         rank = a.shape[-1]
-        change = jnp.matmul(a.reshape(*lead, -1, rank), b.reshape(*lead, rank, -1), precision=jax.lax.Precision.HIGHEST)
+        product = jnp.matmul(
+            a.reshape(*lead, -1, rank), b.reshape(*lead, rank, -1), precision=jax.lax.Precision.HIGHEST
+        )
         padding = [(0, stored - size) for stored, size in zip(weight.shape, spec.shape, strict=True)]
-        return (weight.astype(jnp.float32) + scale * jnp.pad(change.reshape(spec.shape), padding)).astype(dtype)
+        return (weight.astype(jnp.float32) + scale * jnp.pad(product.reshape(spec.shape), padding)).astype(dtype)
 
-    def layer(part: Any, beside: Any, spec: Any) -> Any:
-        changed = {
-            name: {target: add(part[name][target], pair, spec[name][target]) for target, pair in pairs.items()}
-            for name, pairs in beside.items()
+    def merge_layer(layer: Any, adapters: Any, specs: Any) -> Any:
+        merged = {
+            name: {target: add(layer[name][target], pair, specs[name][target]) for target, pair in pairs.items()}
+            for name, pairs in adapters.items()
         }
-        return {name: {**tree, **changed[name]} if name in changed else tree for name, tree in part.items()}
+        return {name: {**tree, **merged[name]} if name in merged else tree for name, tree in layer.items()}
 
-    groups = {group: tuple(map(layer, weights[group], adapters[group], specs[group])) for group in GROUPS}
+    groups = {group: tuple(map(merge_layer, weights[group], adapters[group], specs[group])) for group in GROUPS}
     return {name: groups.get(name, tree) for name, tree in weights.items()}

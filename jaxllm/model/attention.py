@@ -67,7 +67,7 @@ def attention(
       params: The layer's attention weights; this device's shard of the heads.
       model: Architecture of the model.
       kind: Layer kind: full | sliding | nope.
-      span: Positions, segments and attention settings.
+      inputs: Positions, segments and attention settings.
       cache: The layer's KV cache, or None.
       collectives: Collectives for the mesh sizes.
 
@@ -87,14 +87,14 @@ def attention(
     if cache is not None:
         y, cache = cache.attend(q, k, v, inputs.positions, inputs.valid, window=window, scale=scale, softcap=softcap)
     else:
-        y = _among_themselves(q, k, v, inputs, window, scale, softcap)
+        y = _attend_without_cache(q, k, v, inputs, window, scale, softcap)
     y = collectives.reduce_scatter_tokens(project(y, params, "out", fan_in=2))
     if model.out_bias:
         y = y + align(params["out_bias"], y)
     return checkpoint_name(y, "attn_out"), cache
 
 
-def _among_themselves(
+def _attend_without_cache(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
@@ -104,8 +104,8 @@ def _among_themselves(
     softcap: float,
 ) -> Float[Array, "B T N H"]:
     """Computes causal attention within segments by the chosen implementation; the output is tagged `attn_context`."""
-    chosen = inputs.attention
-    if chosen.implementation == "pallas":
+    choice = inputs.attention
+    if choice.implementation == "pallas":
         # Positions increase by one per token of a segment, so the kernel can mask by index in the row. It tags its
         # outputs itself, so that a remat policy saves exactly what its backward pass reads.
         return flash_attention(
@@ -114,17 +114,17 @@ def _among_themselves(
             window=window,
             scale=scale,
             softcap=softcap,
-            platform=chosen.platform,
-            interpret=chosen.interpret,
+            platform=choice.platform,
+            interpret=choice.interpret,
         )
-    places = (inputs.positions, inputs.positions, inputs.segments, inputs.segments)
-    if chosen.implementation == "cudnn":
-        assert not softcap, "attention_choice refuses it"
+    mask_inputs = (inputs.positions, inputs.positions, inputs.segments, inputs.segments)
+    if choice.implementation == "cudnn":
+        assert not softcap, "config.attention rejects it"
         y = cudnn_attention(q, k, v, inputs.segments, window=window, scale=scale)
     elif inputs.chunk:
         y = reference.chunked_attention(
-            q, k, v, *places, window=window, scale=scale, softcap=softcap, chunk=inputs.chunk
+            q, k, v, *mask_inputs, window=window, scale=scale, softcap=softcap, chunk=inputs.chunk
         )
     else:
-        y = reference.attention(q, k, v, reference.attention_mask(*places, window), scale=scale, softcap=softcap)
+        y = reference.attention(q, k, v, reference.attention_mask(*mask_inputs, window), scale=scale, softcap=softcap)
     return checkpoint_name(y, "attn_context")

@@ -21,7 +21,7 @@ def block(
     model: Architecture,
     kind: str,
     attention_inputs: AttentionInputs,
-    real: Bool[Array, "B T"],
+    token_mask: Bool[Array, "B T"],
     cache: LayerCache | None = None,
     collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], LayerCache | None, Float[Array, ""]]:
@@ -32,8 +32,8 @@ def block(
       params: The layer's weights, unsharded over `data`.
       model: Architecture of the model.
       kind: Layer kind: full | sliding | nope.
-      span: Positions, segments and attention settings.
-      real: False for padding tokens, which do not count for load balancing.
+      attention_inputs: Positions, segments and attention settings.
+      token_mask: False for padding tokens, which do not count for load balancing.
       cache: The layer's KV cache, or None.
       collectives: Collectives for the mesh sizes.
 
@@ -41,22 +41,22 @@ def block(
       (output, the cache including the new tokens or None, load-balancing loss: 0 if the MLP is dense).
     """
 
-    def inputs_of(name: str) -> Array:
+    def normalized(name: str) -> Array:
         if model.norm_placement == "post":
             return collectives.all_gather_tokens(x)
         return collectives.all_gather_tokens(
             checkpoint_name(layers.norm(x, params[name], model.norm, model.norm_eps), name)
         )
 
-    def output(y: Array, name: str) -> Array:
+    def post_norm(y: Array, name: str) -> Array:
         return y if model.norm_placement == "pre" else layers.norm(y, params[name], model.norm, model.norm_eps)
 
-    y, cache = attention(inputs_of("attn_norm"), params["attn"], model, kind, attention_inputs, cache, collectives)
-    x = checkpoint_name(x + output(y, "attn_post_norm"), "resid_mid")
+    y, cache = attention(normalized("attn_norm"), params["attn"], model, kind, attention_inputs, cache, collectives)
+    x = checkpoint_name(x + post_norm(y, "attn_post_norm"), "resid_mid")
     aux_loss = jnp.zeros((), jnp.float32)
-    inputs = inputs_of("mlp_norm")
+    inputs = normalized("mlp_norm")
     if model.experts:
-        y, aux_loss = moe(inputs, params["mlp"], model, real, collectives)
+        y, aux_loss = moe(inputs, params["mlp"], model, token_mask, collectives)
     else:
         y = layers.mlp(inputs, params["mlp"], model, collectives)
-    return x + output(y, "mlp_post_norm"), cache, aux_loss
+    return x + post_norm(y, "mlp_post_norm"), cache, aux_loss

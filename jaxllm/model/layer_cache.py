@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.kernels import reference
-from jaxllm.kernels.decode import int8 as decode_int8
-from jaxllm.kernels.decode import slots as decode_slots
+from jaxllm.kernels.decode import common as decode_common
 from jaxllm.kernels.decode import write_tpu as decode_write_tpu
 from jaxllm.kernels.decode.api import decode_attention
 
@@ -19,8 +18,8 @@ Arrays = dict[str, Array]
 class LayerCache:
     """View of one layer in the stacked KV cache arrays.
 
-    The stacked arrays are passed whole and written in place at index `layer`; slicing a layer out and stacking it again
-    would make a second copy of the cache. Position p is stored in slot p mod S.
+    All layers' arrays are passed together and written in place at index `layer`; slicing a layer out and stacking it
+    again would make a second copy of the cache. Position p is stored in slot p mod S.
 
     Attributes:
       arrays: "k" and "v", [repeats, B, K, S, H]; an int8 cache also has "k_scale" and "v_scale", [repeats, B, K, S].
@@ -36,6 +35,7 @@ class LayerCache:
 
     @property
     def slots(self) -> int:
+        """Slots S per row."""
         return self.arrays["k"].shape[3]
 
     def attend(
@@ -70,9 +70,9 @@ class LayerCache:
           (attention output, the cache including the new tokens; its `lengths` are unchanged).
         """
         valid = jnp.ones(positions.shape, bool) if valid is None else valid
-        new = self._quantized(k, v)
+        new = self._to_cache_dtype(k, v)
         if q.shape[1] == 1:
-            cache = self._write_one(new, positions, valid)
+            cache = self._append_one(new, positions, valid)
             y = decode_attention(
                 q,
                 cache.arrays["k"],
@@ -88,24 +88,24 @@ class LayerCache:
                 platform="auto",
             )
             return y, cache
-        keys, values, key_positions, cache = self._extend(new, positions, valid, q.dtype)
+        keys, values, key_positions, cache = self._append(new, positions, valid, q.dtype)
         mask = reference.attention_mask(positions, key_positions, None, None, window)
         return reference.attention(q, keys, values, mask, scale=scale, softcap=softcap), cache
 
-    def _quantized(self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]) -> Arrays:
+    def _to_cache_dtype(self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]) -> Arrays:
         """Converts new keys and values to the cache's format: cast to its dtype, or quantized to int8 with scales."""
         if "k_scale" not in self.arrays:
             return {"k": k.astype(self.arrays["k"].dtype), "v": v.astype(self.arrays["v"].dtype)}
-        (k, k_scale), (v, v_scale) = decode_int8.quantize(k), decode_int8.quantize(v)
+        (k, k_scale), (v, v_scale) = decode_common.quantize(k), decode_common.quantize(v)
         return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
-    def _write_one(self, new: Arrays, positions: Array, valid: Array) -> "LayerCache":
+    def _append_one(self, new: Arrays, positions: Array, valid: Array) -> "LayerCache":
         """Writes one token per row."""
-        kept = valid & (positions < self.capacity)
-        slot = jnp.where(kept, positions % self.slots, self.slots)
-        return dataclasses.replace(self, arrays=_write(self.arrays, new, self.layer, slot))
+        is_written = valid & (positions < self.capacity)
+        slot = jnp.where(is_written, positions % self.slots, self.slots)
+        return dataclasses.replace(self, arrays=_write_tokens(self.arrays, new, self.layer, slot))
 
-    def _extend(
+    def _append(
         self, new: Arrays, positions: Array, valid: Array, dtype: jax.typing.DTypeLike
     ) -> tuple[Array, Array, Int[Array, "B s"], "LayerCache"]:
         """Writes T tokens; returns keys, values, the position of each key (negative if empty), and the new cache.
@@ -116,38 +116,38 @@ class LayerCache:
         S = self.slots
         after = self.lengths + valid.sum(1, dtype=jnp.int32)
         # Of tokens with the same slot, only the last is written. Padding gets an out-of-bounds index and is dropped.
-        kept = valid & (positions >= after[:, None] - S) & (positions < self.capacity)
-        slot = jnp.where(kept, positions % S, S)
+        is_written = valid & (positions >= after[:, None] - S) & (positions < self.capacity)
+        slot = jnp.where(is_written, positions % S, S)
         stacks = self.arrays
         wraps = self.capacity > S
         if wraps:
             # Order the read of old slots before the write; otherwise XLA would copy the stacked arrays.
             old, stacks = jax.lax.optimization_barrier((_layer(stacks, self.layer), stacks))
-        cache = dataclasses.replace(self, arrays=_write(stacks, new, self.layer, slot))
+        cache = dataclasses.replace(self, arrays=_write_tokens(stacks, new, self.layer, slot))
         if not wraps:
-            keys, values = _dequantized(_layer(cache.arrays, self.layer), dtype)
-            return keys, values, decode_slots.slot_positions(after, S), cache
-        pairs = zip(_dequantized(old, dtype), _dequantized(new, dtype), strict=True)
+            keys, values = _to_compute_dtype(_layer(cache.arrays, self.layer), dtype)
+            return keys, values, decode_common.slot_positions(after, S), cache
+        pairs = zip(_to_compute_dtype(old, dtype), _to_compute_dtype(new, dtype), strict=True)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in pairs)
-        held = decode_slots.slot_positions(self.lengths, S)
-        return keys, values, jnp.concatenate([held, jnp.where(valid, positions, -1)], axis=1), cache
+        old_positions = decode_common.slot_positions(self.lengths, S)
+        return keys, values, jnp.concatenate([old_positions, jnp.where(valid, positions, -1)], axis=1), cache
 
 
 def _layer(stacks: Arrays, layer: Array | int) -> Arrays:
     return {name: stack[layer] for name, stack in stacks.items()}
 
 
-def _dequantized(
+def _to_compute_dtype(
     stored: Arrays, dtype: jax.typing.DTypeLike
 ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s H"]]:
     """Returns cached keys and values in the compute dtype, dequantized if the cache is int8."""
     k, v = stored["k"], stored["v"]
     if "k_scale" in stored:
-        k, v = decode_int8.dequantize(k, stored["k_scale"]), decode_int8.dequantize(v, stored["v_scale"])
+        k, v = decode_common.dequantize(k, stored["k_scale"]), decode_common.dequantize(v, stored["v_scale"])
     return k.astype(dtype), v.astype(dtype)
 
 
-def _write(stacks: Arrays, new: Arrays, layer: Array | int, slot: Int[Array, "B T"]) -> Arrays:
+def _write_tokens(stacks: Arrays, new: Arrays, layer: Array | int, slot: Int[Array, "B T"]) -> Arrays:
     """Writes tokens to their slots, which are consecutive; tokens with slot S are dropped."""
     layer = jnp.asarray(layer, jnp.int32)
     return jax.lax.platform_dependent(stacks, new, layer, slot, tpu=_write_on_tpu, default=_scatter)

@@ -36,6 +36,7 @@ class Head:
 
     @property
     def collectives(self) -> Collectives:
+        """Collectives over the devices that the table is sharded over."""
         return dataclasses.replace(SINGLE_DEVICE, tensor=self.tensor)
 
 
@@ -46,7 +47,7 @@ def _chunks(x: Array, size: int) -> Array:
     return x.reshape(-1, size, *x.shape[1:])
 
 
-def _parts(hidden: Array, targets: Array, weights: Array, head: Head) -> tuple[Array, Array, Array]:
+def _chunk_inputs(hidden: Array, targets: Array, weights: Array, head: Head) -> tuple[Array, Array, Array]:
     size = min(head.chunk, hidden.shape[0])
     return _chunks(hidden, size), _chunks(targets, size), _chunks(weights, size)
 
@@ -68,11 +69,11 @@ def _statistics(
     total = exponentials.sum(1, keepdims=True)
     local = targets - first
     local = jnp.where((local >= 0) & (local < rows), local, -1)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(local, 0)[:, None], axis=1)[:, 0]
-    chosen = jnp.where(local >= 0, chosen, 0.0)
+    target_logit = jnp.take_along_axis(logits, jnp.maximum(local, 0)[:, None], axis=1)[:, 0]
+    target_logit = jnp.where(local >= 0, target_logit, 0.0)
     if head.tensor > 1:
-        total, chosen = jax.lax.psum((total, chosen), "tensor")
-    return logits, exponentials, total, jnp.log(total[:, 0]) + max_logit[:, 0] - chosen, local
+        total, target_logit = jax.lax.psum((total, target_logit), "tensor")
+    return logits, exponentials, total, jnp.log(total[:, 0]) + max_logit[:, 0] - target_logit, local
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -95,11 +96,11 @@ def cross_entropy(
       head: Static settings of the head.
     """
 
-    def step(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        h, t, w = part
+    def step(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        h, t, w = chunk
         return total + jnp.sum(w * _statistics(h, table, t, head)[3]), None
 
-    return jax.lax.scan(step, jnp.zeros((), jnp.float32), _parts(hidden, targets, weights, head))[0]
+    return jax.lax.scan(step, jnp.zeros((), jnp.float32), _chunk_inputs(hidden, targets, weights, head))[0]
 
 
 def _forward(
@@ -108,9 +109,9 @@ def _forward(
     trained = table.perturbed  # False if the table is frozen: no gradient is computed
     hidden, table, targets, weights = (x.value for x in (hidden, table, targets, weights))
 
-    def step(carry: tuple[Array, Any], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], Array]:
+    def step(carry: tuple[Array, Any], chunk: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], Array]:
         total, table_grad = carry
-        h, t, w = part
+        h, t, w = chunk
         logits, exponentials, sums, losses, local = _statistics(h, table, t, head)
         d_logits = exponentials / sums - jax.nn.one_hot(local, table.shape[0])
         if head.softcap:
@@ -123,7 +124,7 @@ def _forward(
         return (total + jnp.sum(w * losses), table_grad), h_grad
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32) if trained else None)
-    (total, table_grad), hidden_grad = jax.lax.scan(step, start, _parts(hidden, targets, weights, head))
+    (total, table_grad), hidden_grad = jax.lax.scan(step, start, _chunk_inputs(hidden, targets, weights, head))
     hidden_grad = hidden_grad.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
     return total, (hidden_grad, None if table_grad is None else table_grad.astype(table.dtype))
 

@@ -32,10 +32,10 @@ def route(
 def load_balancing_loss(
     probabilities: Float[Array, "M E"],
     experts: Int[Array, "M X"],
-    real: Bool[Array, " M"],
+    token_mask: Bool[Array, " M"],
     collectives: Collectives = SINGLE_DEVICE,
 ) -> Float[Array, ""]:
-    """Computes E · Σ_e (fraction of assignments to e) · (mean probability of e), over real tokens; 1 if balanced.
+    """Computes E · Σ_e (fraction of assignments to e) · (mean probability of e), without padding; 1 if balanced.
 
     Fractions and token counts are those of the whole batch. On several devices, each returns the part of the sum that
     its own tokens contribute.
@@ -43,19 +43,19 @@ def load_balancing_loss(
     Source: Switch Transformer, Fedus et al. 2021, equation 4, for X experts per token.
     """
     E = probabilities.shape[-1]
-    assigned = jax.nn.one_hot(experts, E).sum(1) * real[:, None]
-    count = jnp.maximum(collectives.all_reduce_batch(real.sum()), 1)
-    share = collectives.all_reduce_batch(jax.lax.stop_gradient(assigned.sum(0))) / (count * experts.shape[1])
-    mean_probability = (probabilities * real[:, None]).sum(0) / count
+    assigned = jax.nn.one_hot(experts, E).sum(1) * token_mask[:, None]
+    count = jnp.maximum(collectives.all_reduce_batch(token_mask.sum()), 1)
+    fraction = collectives.all_reduce_batch(jax.lax.stop_gradient(assigned.sum(0))) / (count * experts.shape[1])
+    mean_probability = (probabilities * token_mask[:, None]).sum(0) / count
     # Devices along `tensor` have the same tokens and compute the same value, which is summed over them later.
-    return E * jnp.sum(share * mean_probability) / collectives.tensor
+    return E * jnp.sum(fraction * mean_probability) / collectives.tensor
 
 
 def moe(
     x: Float[Array, "B T D"],
     params: dict[str, Any],
     model: Architecture,
-    real: Bool[Array, "B T"],
+    token_mask: Bool[Array, "B T"],
     collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B t D"], Float[Array, ""]]:
     """Computes the MoE MLP.
@@ -64,7 +64,7 @@ def moe(
       x: All tokens of the sequences, already all-gathered over `tensor`.
       params: The router and the expert weights; this device's shard of F.
       model: Architecture of the model.
-      real: False for padding tokens, which do not count for load balancing.
+      token_mask: False for padding tokens, which do not count for load balancing.
       collectives: Collectives for the mesh sizes.
 
     Returns:
@@ -75,20 +75,20 @@ def moe(
     flat = x.reshape(B * T, D)
     weights, experts, probabilities = route(flat, params["router"], model)
     # One row per (token, expert) assignment, grouped by expert.
-    blocks = grouped.to_blocks(experts.reshape(-1), model.experts)
-    rows = blocks.to_blocks(jnp.repeat(flat, X, axis=0))
+    layout = grouped.block_layout(experts.reshape(-1), model.experts)
+    rows = layout.scatter(jnp.repeat(flat, X, axis=0))
 
-    def project(name: str, inputs: Array, parts: int = 1) -> Array:
-        y = grouped.grouped_matmul(inputs, params[name], blocks.group)
+    def project(name: str, inputs: Array, num_terms: int = 1) -> Array:
+        y = grouped.grouped_matmul(inputs, params[name], layout.group)
         if model.mlp_bias:
-            y = y + params[f"{name}_bias"][blocks.group][:, None] / parts
+            y = y + params[f"{name}_bias"][layout.group][:, None] / num_terms
         return checkpoint_name(y, f"mlp_{name}")
 
     up = project("up", rows)
     hidden = activation(project("gate", rows), model.mlp) * up if model.gated else activation(up, model.mlp)
     # Outputs are summed over `tensor`, so each device adds only 1 / `tensor` of the bias.
-    outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), parts=collectives.tensor)
-    back = blocks.from_blocks(outputs).reshape(B * T, X, D)
-    mixed = jnp.einsum("mxd,mx->md", back, weights.astype(back.dtype)).reshape(B, T, D)
-    aux_loss = load_balancing_loss(probabilities, experts, real.reshape(-1), collectives)
-    return checkpoint_name(collectives.reduce_scatter_tokens(mixed), "mlp_out"), aux_loss
+    outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), num_terms=collectives.tensor)
+    outputs = layout.gather(outputs).reshape(B * T, X, D)
+    y = jnp.einsum("mxd,mx->md", outputs, weights.astype(outputs.dtype)).reshape(B, T, D)
+    aux_loss = load_balancing_loss(probabilities, experts, token_mask.reshape(-1), collectives)
+    return checkpoint_name(collectives.reduce_scatter_tokens(y), "mlp_out"), aux_loss

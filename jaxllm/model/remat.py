@@ -5,7 +5,6 @@ values that are cheaper to recompute than to store: norm statistics, activation 
 all-gathered weights.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,15 +37,3 @@ def rematerialize(block: Block, policy: RematPolicy, prevent_cse: bool) -> Block
     else:
         saved = jax.checkpoint_policies.save_only_these_names(*policy.kept)
     return jax.checkpoint(block, prevent_cse=prevent_cse, policy=saved)
-
-
-def group_size(repeats: int, policy: RematPolicy) -> int:
-    """Returns the number of pattern repeats per `sqrt` group: the divisor of `repeats` nearest √repeats (log scale).
-
-    Each group saves its input, and during its own backward pass the activations of all its blocks. The sum of both
-    counts is smallest near √repeats (Chen et al. 2016). Returns 1 under other policies.
-    """
-    if policy.kind != "sqrt" or not repeats:
-        return 1
-    divisors = [size for size in range(1, repeats + 1) if repeats % size == 0]
-    return min(divisors, key=lambda size: abs(math.log(size / math.sqrt(repeats))))

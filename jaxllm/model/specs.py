@@ -46,6 +46,7 @@ class ParamSpec:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -71,12 +72,18 @@ class ParamSpec:
 
 
 def is_spec(node: Any) -> bool:
+    """Returns whether a tree node is a `ParamSpec`, which is a leaf of a tree of specs."""
     return isinstance(node, ParamSpec)
 
 
 def map_specs(function: Callable[[ParamSpec], Any], specs: Any) -> Any:
     """Applies `jax.tree.map` with each `ParamSpec` as a leaf."""
     return jax.tree.map(function, specs, is_leaf=is_spec)
+
+
+def leaves(specs: Any) -> list[ParamSpec]:
+    """Returns the specs of a tree in order."""
+    return jax.tree.leaves(specs, is_leaf=is_spec)
 
 
 def _norm_specs(model: Architecture, width: int, axis: str) -> dict[str, ParamSpec]:
@@ -182,7 +189,7 @@ def param_specs(model: Architecture) -> dict[str, Any]:
 
 def parameter_count(model: Architecture) -> int:
     """Returns the number of parameters; tied embeddings count once."""
-    return sum(spec.size for spec in jax.tree.leaves(param_specs(model), is_leaf=is_spec))
+    return sum(spec.size for spec in leaves(param_specs(model)))
 
 
 def cache_slots(model: Architecture, kind: str, capacity: int) -> int:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import Architecture
-from jaxllm.config.remat import RematPolicy
+from jaxllm.config.remat import RematPolicy, group_size
 from jaxllm.model.attention import LayerCache
-from jaxllm.model.remat import group_size, rematerialize
+from jaxllm.model.remat import rematerialize
 from jaxllm.parallel.collectives import Collectives
 
 Params = dict[str, Any]
@@ -21,7 +21,7 @@ Params = dict[str, Any]
 Block = Callable[[Array, Params, str, LayerCache | None], tuple[Array, LayerCache | None, Array]]
 
 
-def without_cache(
+def run_layers(
     x: Float[Array, "B t D"],
     params: Params,
     block: Block,
@@ -43,43 +43,46 @@ def without_cache(
       (output of the last layer, sum of the layers' load-balancing losses).
     """
 
-    def one(carry: tuple[Array, Array], layer: Params, group: str, place: int, kind: str, alone: bool) -> Any:
-        def plain(x: Array, layer: Params) -> tuple[Array, Array]:
+    def run_layer(
+        carry: tuple[Array, Array], layer: Params, group: str, index: int, kind: str, prevent_cse: bool
+    ) -> Any:
+        def run_block(x: Array, layer: Params) -> tuple[Array, Array]:
             # All-gathered inside the checkpointed function, so full weights are not saved for the backward pass.
-            y, _, aux_loss = block(x, collectives.weights(layer, group, place), kind, None)
+            y, _, aux_loss = block(x, collectives.weights(layer, group, index), kind, None)
             return y, aux_loss
 
         x, aux_loss = carry
-        # If the loop body is one block, its forward and backward passes are separate computations: no CSE to prevent.
-        x, added = rematerialize(plain, remat, prevent_cse=not alone)(x, layer)
-        return x, aux_loss + added
+        x, layer_loss = rematerialize(run_block, remat, prevent_cse)(x, layer)
+        return x, aux_loss + layer_loss
 
     size = group_size(model.repeats, remat)
-    alone = len(model.pattern) == 1 and model.repeats // model.unroll > 1
+    # If the loop body is one block, its forward and backward passes are separate computations: no CSE to prevent.
+    prevent_cse = len(model.pattern) > 1 or model.repeats // model.unroll <= 1
 
     def repeat(carry: tuple[Array, Array], stacked: tuple[Params, ...]) -> tuple[tuple[Array, Array], None]:
-        for place, (kind, layer) in enumerate(zip(model.pattern, stacked, strict=True)):
-            carry = one(carry, layer, "layers", place, kind, alone)
+        for index, (kind, layer) in enumerate(zip(model.pattern, stacked, strict=True)):
+            carry = run_layer(carry, layer, "layers", index, kind, prevent_cse)
         return carry, None
 
     carry = (x, jnp.zeros((), jnp.float32))
     if size > 1:
-        stacks = jax.tree.map(lambda w: w.reshape(-1, size, *w.shape[1:]), params["layers"])
-        nothing = jax.checkpoint_policies.nothing_saveable
+        groups = jax.tree.map(lambda w: w.reshape(-1, size, *w.shape[1:]), params["layers"])
 
-        def group(carry: tuple[Array, Array], stacked: tuple[Params, ...]) -> tuple[tuple[Array, Array], None]:
+        def run_group(carry: tuple[Array, Array], stacked: tuple[Params, ...]) -> tuple[tuple[Array, Array], None]:
             return jax.lax.scan(repeat, carry, stacked)
 
-        group = jax.checkpoint(group, prevent_cse=model.repeats == size, policy=nothing)
-        carry, _ = jax.lax.scan(group, carry, stacks)
+        run_group = jax.checkpoint(
+            run_group, prevent_cse=model.repeats == size, policy=jax.checkpoint_policies.nothing_saveable
+        )
+        carry, _ = jax.lax.scan(run_group, carry, groups)
     elif model.repeats:
         carry, _ = jax.lax.scan(repeat, carry, params["layers"], unroll=model.unroll)
-    for place, (kind, layer) in enumerate(zip(model.tail, params["tail"], strict=True)):
-        carry = one(carry, layer, "tail", place, kind, alone=False)
+    for index, (kind, layer) in enumerate(zip(model.tail, params["tail"], strict=True)):
+        carry = run_layer(carry, layer, "tail", index, kind, prevent_cse=True)
     return carry
 
 
-def with_cache(
+def run_layers_with_cache(
     x: Float[Array, "B T D"],
     params: Params,
     block: Block,
@@ -106,12 +109,12 @@ def with_cache(
     def repeat(carry: tuple[Array, Any], inputs: tuple[Array, tuple[Params, ...]]) -> tuple[Any, None]:
         x, caches = carry
         i, stacked = inputs
-        written = []
+        updated = []
         for kind, layer, kv in zip(model.pattern, stacked, caches, strict=True):
             x, cached, _ = block(x, layer, kind, LayerCache(kv, i, lengths, capacity))
             assert cached is not None
-            written.append(cached.arrays)
-        return (x, tuple(written)), None
+            updated.append(cached.arrays)
+        return (x, tuple(updated)), None
 
     caches = cache["layers"]
     if model.repeats:
@@ -119,8 +122,8 @@ def with_cache(
         (x, caches), _ = jax.lax.scan(repeat, (x, caches), (index, params["layers"]), unroll=model.unroll)
     tail = []
     for kind, layer, kv in zip(model.tail, params["tail"], cache["tail"], strict=True):
-        alone = jax.tree.map(lambda x: x[None], kv)
-        x, cached, _ = block(x, layer, kind, LayerCache(alone, 0, lengths, capacity))
+        stacked_kv = jax.tree.map(lambda x: x[None], kv)
+        x, cached, _ = block(x, layer, kind, LayerCache(stacked_kv, 0, lengths, capacity))
         assert cached is not None
         tail.append(jax.tree.map(lambda x: x[0], cached.arrays))
     return x, {"layers": caches, "tail": tuple(tail)}

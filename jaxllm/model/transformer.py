@@ -14,8 +14,7 @@ from jaxllm.model.block import block
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 Params = dict[str, Any]
-# Default policy: saves all tagged activations.
-NO_ADAPTERS = RematPolicy("none")
+SAVE_ALL = RematPolicy("none")
 
 
 def embed(
@@ -40,9 +39,11 @@ def embed(
     table = params["tokens"]
     if collectives.tensor > 1:
         local = tokens - collectives.first(table.shape[0])
-        here = (local >= 0) & (local < table.shape[0])
+        in_shard = (local >= 0) & (local < table.shape[0])
         # Multiply by a mask: its gradient needs one element per token, that of `jnp.where` would need whole rows.
-        x = collectives.reduce_scatter_tokens(table[jnp.where(here, local, 0)] * here[..., None].astype(table.dtype))
+        x = collectives.reduce_scatter_tokens(
+            table[jnp.where(in_shard, local, 0)] * in_shard[..., None].astype(table.dtype)
+        )
     else:
         x = table[tokens]
     x = x * jnp.asarray(model.embedding_scale, x.dtype)
@@ -101,7 +102,7 @@ def forward(
     *,
     segments: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
-    remat: RematPolicy = NO_ADAPTERS,
+    remat: RematPolicy = SAVE_ALL,
     attention: Attention = PLAIN,
     attention_chunk: int = 0,
     collectives: Collectives = SINGLE_DEVICE,
@@ -133,21 +134,23 @@ def forward(
     """
     angles = _angles(positions, segments, model, capacity if cache is not None else 0)
     attention_inputs = AttentionInputs(positions, segments, valid, angles, attention, attention_chunk)
-    real = jnp.ones(tokens.shape, bool)
+    token_mask = jnp.ones(tokens.shape, bool)
     if segments is not None:
-        real = segments > 0
+        token_mask = segments > 0
     elif valid is not None:
-        real = valid
+        token_mask = valid
 
-    def run(x: Array, layer: Params, kind: str, cached: LayerCache | None) -> tuple[Array, LayerCache | None, Array]:
-        return block(x, layer, model, kind, attention_inputs, real, cached, collectives)
+    def run_block(
+        x: Array, layer: Params, kind: str, cached: LayerCache | None
+    ) -> tuple[Array, LayerCache | None, Array]:
+        return block(x, layer, model, kind, attention_inputs, token_mask, cached, collectives)
 
     x = embed(tokens, positions, collectives.weights(params["embed"], "embed"), model, collectives)
     aux_loss, new_cache = jnp.zeros((), jnp.float32), None
     if cache is None:
-        x, aux_loss = stack.without_cache(x, params, run, model, remat, collectives)
+        x, aux_loss = stack.run_layers(x, params, run_block, model, remat, collectives)
     else:
-        assert lengths is not None, "a cache comes with the lengths of its rows"
-        x, new_cache = stack.with_cache(x, params, run, model, cache, lengths, capacity)
+        assert lengths is not None, "a cache requires the lengths of its rows"
+        x, new_cache = stack.run_layers_with_cache(x, params, run_block, model, cache, lengths, capacity)
     hidden = layers.norm(x, collectives.weights(params["final_norm"], "final_norm"), model.norm, model.norm_eps)
     return hidden, new_cache, model.router_aux_weight * aux_loss / model.layers

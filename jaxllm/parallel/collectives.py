@@ -25,12 +25,12 @@ class ShardedWeight:
     """Weight that is unsharded in the computation but has a sharded gradient (ZeRO stage 2).
 
     Attributes:
-      share: This device's shard; differentiated, but its value is never read.
-      whole: The full array used in the computation; not differentiated.
+      shard: This device's shard; differentiated, but its value is never read.
+      full: The full array used in the computation; not differentiated.
     """
 
-    share: Array
-    whole: Array
+    shard: Array
+    full: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +88,12 @@ class Collectives:
             placed = placed[key]
         stacked = bool(path) and path[0] == "layers"
 
-        def whole(placement: Placement, x: Any) -> Array:
+        def gather_one(placement: Placement, x: Any) -> Array:
             if isinstance(x, ShardedWeight):
-                return _scattered(x, placement, stacked)
+                return _full_weight(x, placement, stacked)
             return gather(x, placement, stacked)
 
-        return jax.tree.map(whole, placed, params)
+        return jax.tree.map(gather_one, placed, params)
 
 
 SINGLE_DEVICE = Collectives()
@@ -103,13 +103,13 @@ def gather(x: Array, placement: Placement, layer_slice: bool = False) -> Array:
     """All-gathers an array over `data` and removes its padding.
 
     Args:
-      cut: Whether x is one layer of a stack and lacks the leading dimension of `placement`.
+      layer_slice: Whether x is one layer of a stack and lacks the leading dimension of `placement`.
     """
     if placement.zero_dim is None:
         return x
     dim = placement.zero_dim - layer_slice
-    whole = jax.lax.all_gather(x, "data", axis=dim, tiled=True)
-    return jax.lax.slice_in_dim(whole, 0, placement.gathered, axis=dim)
+    full = jax.lax.all_gather(x, "data", axis=dim, tiled=True)
+    return jax.lax.slice_in_dim(full, 0, placement.gathered, axis=dim)
 
 
 def scatter(gradient: Array, placement: Placement, layer_slice: bool = False) -> Array:
@@ -118,28 +118,23 @@ def scatter(gradient: Array, placement: Placement, layer_slice: bool = False) ->
         return jax.lax.psum(gradient, "data")
     dim = placement.zero_dim - layer_slice
     padding = [(0, 0)] * gradient.ndim
-    padding[dim] = (
-        0,
-        placement.shape[placement.zero_dim] - placement.gathered if len(_num_shards(placement)) == 1 else 0,
-    )
+    if placement.axes[placement.zero_dim] == ("data",):
+        padding[dim] = (0, placement.shape[placement.zero_dim] - placement.gathered)
     return jax.lax.psum_scatter(jnp.pad(gradient, padding), "data", scatter_dimension=dim, tiled=True)
 
 
-def _num_shards(placement: Placement) -> tuple[str, ...]:
-    assert placement.zero_dim is not None
-    return placement.axes[placement.zero_dim]
+def _full_weight(x: ShardedWeight, placement: Placement, layer_slice: bool) -> Array:
+    """Returns the full weight; its gradient is reduce-scattered and becomes that of the shard."""
 
-
-def _scattered(x: ShardedWeight, placement: Placement, layer_slice: bool) -> Array:
     @jax.custom_vjp
-    def pick(share: Array, whole: Array) -> Array:
-        return whole
+    def pick(shard: Array, full: Array) -> Array:
+        return full
 
-    def forward(share: Array, whole: Array) -> tuple[Array, None]:
-        return whole, None
+    def forward(shard: Array, full: Array) -> tuple[Array, None]:
+        return full, None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
         return scatter(gradient, placement, layer_slice), None
 
     pick.defvjp(forward, backward)
-    return pick(x.share, x.whole)
+    return pick(x.shard, x.full)

@@ -24,12 +24,12 @@ BATCH_AXES = ("replica", "data")
 
 # Compute sharding: logical axis -> mesh axis. Axes not listed are unsharded during the computation.
 TENSOR_RULES: dict[str, str] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-# Storage sharding: the one logical axis that ZeRO never shards, because the loop over layers slices one at a time.
-UNSHARDED_AXES = "layers"
+# The one logical axis that ZeRO never shards, because the loop over layers slices one at a time.
+LAYER_AXIS = "layers"
 
 Kind = Literal["weights", "gradients", "moments"]
 # First ZeRO stage that shards each kind of array over `data`.
-_STAGE_OF: dict[Kind, int] = {"moments": 1, "gradients": 2, "weights": 3}
+_FIRST_STAGE: dict[Kind, int] = {"moments": 1, "gradients": 2, "weights": 3}
 
 
 def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
@@ -42,16 +42,15 @@ def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
     Raises:
       UserError: The configuration requires more devices than available, or fewer in a multi-process job.
     """
-    shape = axis_sizes(config)
-    wanted = math.prod(shape.values())
+    sizes = axis_sizes(config)
+    needed = math.prod(sizes.values())
     devices = np.array(jax.devices() if devices is None else devices).ravel()
-    if wanted > devices.size or (wanted < devices.size and jax.process_count() > 1):
-        told = " × ".join(f"{axis} {size}" for axis, size in shape.items())
+    if needed > devices.size or (needed < devices.size and jax.process_count() > 1):
         raise UserError(
-            f"config.mesh wants {wanted} devices ({told}) and this job sees {devices.size} "
+            f"config.mesh needs {needed} devices ({_format_sizes(sizes)}), but this job has {devices.size} "
             f"{devices[0].platform} device(s); change config.mesh so that the product is {devices.size}"
         )
-    return Mesh(devices[:wanted].reshape(tuple(shape.values())), AXES)
+    return Mesh(devices[:needed].reshape(tuple(sizes.values())), AXES)
 
 
 def require_count(config: MeshConfig, count: int) -> None:
@@ -60,13 +59,12 @@ def require_count(config: MeshConfig, count: int) -> None:
     Raises:
       UserError: The mesh has a different number of devices.
     """
-    shape = axis_sizes(config)
-    wanted = math.prod(shape.values())
-    if wanted != count:
-        told = " × ".join(f"{axis} {size}" for axis, size in shape.items())
+    sizes = axis_sizes(config)
+    needed = math.prod(sizes.values())
+    if needed != count:
         raise UserError(
-            f"--count is {count} and config.mesh takes {wanted} ({told}); change config.mesh so that its product is "
-            f"{count}, for instance --config.mesh.data={count}"
+            f"--count is {count}, but config.mesh needs {needed} devices ({_format_sizes(sizes)}); change config.mesh "
+            f"so that the product is {count}, for example --config.mesh.data={count}"
         )
 
 
@@ -84,7 +82,7 @@ def sharded(kind: Kind, stage: int, mixed: bool) -> bool:
       mixed: Whether the stored weights are float32 masters of 16-bit compute weights. ZeRO counts masters as
         optimizer state, so stage 1 shards them and each step makes unsharded 16-bit copies.
     """
-    return stage >= (1 if kind == "weights" and mixed else _STAGE_OF[kind])
+    return stage >= (1 if kind == "weights" and mixed else _FIRST_STAGE[kind])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +105,7 @@ class Placement:
 
     @property
     def partition(self) -> PartitionSpec:
+        """Mesh axes of each dimension as a `PartitionSpec`."""
         return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in self.axes))
 
     @functools.cached_property
@@ -134,8 +133,10 @@ def placements(specs: Any, config: MeshConfig, kind: Kind, mixed: bool) -> Any:
         if zero or not config.zero:
             return placed
         # Unsharded, but padded like its sharded moments, because the update combines the two.
-        split = placement(path_name(path), spec.shape, spec.axes, mesh, zero=True)
-        return dataclasses.replace(placed, shape=split.shape, local_shape=_local_shape(split.shape, placed.axes, mesh))
+        like_moments = placement(path_name(path), spec.shape, spec.axes, mesh, zero=True)
+        return dataclasses.replace(
+            placed, shape=like_moments.shape, local_shape=_local_shape(like_moments.shape, placed.axes, mesh)
+        )
 
     # `specs` may also be a list or tuple; a node with `axes` is a spec.
     return jax.tree_util.tree_map_with_path(one, specs, is_leaf=lambda node: hasattr(node, "axes"))
@@ -164,52 +165,58 @@ def placement(name: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: di
       UserError: A dimension does not divide over `tensor`, or none can be sharded or padded over `data`.
     """
     targets = [TENSOR_RULES.get(axis) for axis in axes]
-    split = [(target,) if target and mesh[target] > 1 else () for target in targets]
-    assert sum(map(len, split)) == len({axis for axes in split for axis in axes}), f"{axes}: two use one mesh axis"
+    dim_axes = [(target,) if target and mesh[target] > 1 else () for target in targets]
+    assert sum(map(len, dim_axes)) == len({axis for axes in dim_axes for axis in axes}), (
+        f"{axes}: two use one mesh axis"
+    )
     stored = list(shape)
     for i, axis in enumerate(axes):
-        if stored[i] % _num_shards(split[i], mesh):
+        if stored[i] % _num_shards(dim_axes[i], mesh):
             if axis != "vocab":
                 raise UserError(
-                    f"{name}{list(shape)}: {axis} ({shape[i]}) does not divide over {_format_axes(split[i], mesh)}"
+                    f"{name}{list(shape)}: {axis} ({shape[i]}) does not divide over {_format_axes(dim_axes[i], mesh)}"
                 )
-            stored[i] = _next_multiple(stored[i], _num_shards(split[i], mesh))
+            stored[i] = _next_multiple(stored[i], _num_shards(dim_axes[i], mesh))
     if not zero or mesh["data"] == 1:
-        return Placement(tuple(stored), tuple(split), _local_shape(stored, split, mesh))
+        return Placement(tuple(stored), tuple(dim_axes), _local_shape(stored, dim_axes, mesh))
 
     growth = {}
     for i, axis in enumerate(axes):
-        if axis != UNSHARDED_AXES:
-            padded = _next_multiple(stored[i], _num_shards((*split[i], "data"), mesh))
+        if axis != LAYER_AXIS:
+            padded = _next_multiple(stored[i], _num_shards((*dim_axes[i], "data"), mesh))
             # A dimension also sharded over `tensor` would need padding in every shard. The vocabulary is the
             # exception: entries past its end are never read.
-            if padded == stored[i] or not split[i] or axis == "vocab":
+            if padded == stored[i] or not dim_axes[i] or axis == "vocab":
                 growth[i] = padded / stored[i]
     if not growth:
         raise UserError(
-            f"{name}{list(shape)} with axes {', '.join(axes)} cannot be split over "
+            f"{name}{list(shape)} with axes {', '.join(axes)} cannot be sharded over "
             f"{_format_axes(('tensor', 'data'), mesh)}: no dimension divides; "
             "change config.mesh.data or config.mesh.tensor"
         )
     zero_dim = min(growth, key=lambda i: growth[i])
-    gathered = stored[zero_dim] // _num_shards(split[zero_dim], mesh)
-    split[zero_dim] = (*split[zero_dim], "data")
-    if axes[zero_dim] == "vocab" and len(split[zero_dim]) > 1:
+    gathered = stored[zero_dim] // _num_shards(dim_axes[zero_dim], mesh)
+    dim_axes[zero_dim] = (*dim_axes[zero_dim], "data")
+    if axes[zero_dim] == "vocab" and len(dim_axes[zero_dim]) > 1:
         gathered = _next_multiple(gathered, mesh["data"])
-    stored[zero_dim] = _next_multiple(stored[zero_dim], _num_shards(split[zero_dim], mesh))
-    return Placement(tuple(stored), tuple(split), _local_shape(stored, split, mesh), zero_dim, gathered)
+    stored[zero_dim] = _next_multiple(stored[zero_dim], _num_shards(dim_axes[zero_dim], mesh))
+    return Placement(tuple(stored), tuple(dim_axes), _local_shape(stored, dim_axes, mesh), zero_dim, gathered)
 
 
 def _local_shape(shape: Sequence[int], axes: Sequence[tuple[str, ...]], mesh: dict[str, int]) -> tuple[int, ...]:
     return tuple(size // _num_shards(sharded_over, mesh) for size, sharded_over in zip(shape, axes, strict=True))
 
 
+def _format_sizes(sizes: dict[str, int]) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
 def _format_axes(axes: tuple[str, ...], mesh: dict[str, int]) -> str:
     return " × ".join(f"mesh axis {axis} ({mesh[axis]})" for axis in axes)
 
 
-def _next_multiple(size: int, of: int) -> int:
-    return size + -size % of
+def _next_multiple(size: int, divisor: int) -> int:
+    return size + -size % divisor
 
 
 def _num_shards(axes: tuple[str, ...], mesh: dict[str, int]) -> int:

@@ -8,7 +8,7 @@ import jax
 
 from jaxllm import architectures
 from jaxllm.config import Config
-from jaxllm.engine import generator
+from jaxllm.decode.generate import DECODE_STEPS, PREFILL_CHUNK
 from jaxllm.errors import RunError, UserError
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.compiled import absent, attached
@@ -101,8 +101,8 @@ def confirm_inference(
 
     def compile_one(estimate: InferenceEstimate) -> Mapping[str, Inspection]:
         choice = estimate.choice
-        chunk = min(generator.CHUNK, choice.context)
-        return compile_for(config, SamplingSpec(choice.batch, choice.context, chunk, generator.STEPS, choice.cache))
+        chunk = min(PREFILL_CHUNK, choice.context)
+        return compile_for(config, SamplingSpec(choice.batch, choice.context, chunk, DECODE_STEPS, choice.cache))
 
     return _confirm(fitting, wanted, result.device, compile_one)
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from jaxllm.config import Architecture
-from jaxllm.engine import generator
+from jaxllm.decode.generate import PREFILL_CHUNK
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger import bill
 from jaxllm.ledger.advice.remedies import largest_fitting
@@ -125,7 +125,7 @@ def cache_formats(device: Device) -> tuple[str, ...]:
 
 def ledger_of(space: InferenceSpace, device: Device, choice: InferenceChoice) -> Ledger:
     """Returns the bill of a setup: memory only, without capacity and compute."""
-    chunk = min(generator.CHUNK, choice.context)
+    chunk = min(PREFILL_CHUNK, choice.context)
     sizes = (choice.batch, choice.context, chunk, choice.weights, choice.cache)
     return inference_memory.inference(
         space.model, *sizes, space.name, device.platform, vector_memory=device.vector_memory

@@ -21,9 +21,10 @@ from absl import flags
 from jaxllm import commandline
 from jaxllm.checkpoints import checkpoint, open_any
 from jaxllm.decode import cache as cache_lib
+from jaxllm.decode.generate import PREFILL_CHUNK
 from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine import generator as engine
-from jaxllm.engine.generator import CHUNK, Generator
+from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import Result, SampleRequest, Times, check
 from jaxllm.errors import UserError
 from jaxllm.interop import peft
@@ -142,7 +143,7 @@ def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
     config = checkpoint.stored_config(path)
     name = bill_lib.title(config) if config else path.name
     cache = None if _NO_CACHE.value else _CACHE_DTYPE.value
-    return SamplingBill(name, opened.model, batch, context, CHUNK, cache=cache)
+    return SamplingBill(name, opened.model, batch, context, PREFILL_CHUNK, cache=cache)
 
 
 def _sample(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, bill: SamplingBill, dtype: Any) -> None:

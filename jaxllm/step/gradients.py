@@ -32,15 +32,15 @@ from jaxllm.step.placement import Layout
 from jaxllm.step.spec import StepSpec
 
 Batch = dict[str, Array]  # tokens, targets, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]
-Sums = dict[str, Array]  # "nll": Σ weight·nats; "tokens": Σ weight; "aux_loss": load-balancing loss × tokens
+LossSums = dict[str, Array]  # "nll": Σ weight·nats; "tokens": Σ weight; "aux_loss": load-balancing loss × tokens
 
 
 def loss_sums(
     params: Any, batch: Batch, step_spec: StepSpec, collectives: Collectives, factor: Float[Array, ""] | float = 1.0
-) -> tuple[Float[Array, ""], Sums]:
+) -> tuple[Float[Array, ""], LossSums]:
     """Computes this device's losses as sums over tokens.
 
-    Sums rather than means give every token of a step the same weight, on every device and in every micro-batch.
+    LossSums rather than means give every token of a step the same weight, on every device and in every micro-batch.
 
     Args:
       params: Parameters in the compute dtype, sharded or not; see `Collectives.weights`.
@@ -80,7 +80,7 @@ def loss_sums(
 
 def accumulate(
     params: Any, batch: Batch, step_spec: StepSpec, layout: Layout, factor: Float[Array, ""] | float, frozen: Any = None
-) -> tuple[Sums, Any]:
+) -> tuple[LossSums, Any]:
     """Computes the sums of the losses, and of the gradients times `factor`, over all tokens of a step.
 
     Args:
@@ -96,35 +96,35 @@ def accumulate(
       micro-batches are accumulated).
     """
 
-    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, Any]:
-        variables, computing = variables_of(params, frozen, step_spec, layout)
+    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[LossSums, Any]:
+        variables, to_model_params = variables_of(params, frozen, step_spec, layout)
         collectives = make_collectives(layout)
 
-        def loss(variables: Any, micro_batch: Batch) -> tuple[Array, Sums]:
-            return loss_sums(computing(variables), micro_batch, step_spec, collectives, factor)
+        def loss(variables: Any, micro_batch: Batch) -> tuple[Array, LossSums]:
+            return loss_sums(to_model_params(variables), micro_batch, step_spec, collectives, factor)
 
         differentiate = jax.grad(loss, has_aux=True)
         if step_spec.accumulate == 1:
             gradients, sums = differentiate(variables, batch)
         else:
-            sums, gradients = _over_micro_batches(differentiate, variables, batch, step_spec.accumulate)
-        return _all_reduced(sums, layout), _reduce_gradients(gradients, layout)
+            sums, gradients = _accumulate_micro_batches(differentiate, variables, batch, step_spec.accumulate)
+        return _all_reduce_sums(sums, layout), _reduce_gradients(gradients, layout)
 
-    return _shard_mapped(local, layout, layout.moments)(params, frozen, batch, jnp.asarray(factor, jnp.float32))
+    return _shard_map(local, layout, layout.moments)(params, frozen, batch, jnp.asarray(factor, jnp.float32))
 
 
-def evaluate(params: Any, frozen: Any, batch: Batch, step_spec: StepSpec, layout: Layout) -> Sums:
+def evaluate(params: Any, frozen: Any, batch: Batch, step_spec: StepSpec, layout: Layout) -> LossSums:
     """Computes the evaluation sums {"nll", "tokens"} over all tokens of a batch."""
 
-    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[Sums, tuple[()]]:
-        variables, computing = variables_of(params, frozen, step_spec, layout)
-        _, sums = loss_sums(computing(variables), batch, step_spec, make_collectives(layout))
-        return _all_reduced({"nll": sums["nll"], "tokens": sums["tokens"]}, layout), ()
+    def local(params: Any, frozen: Any, batch: Batch, factor: Array) -> tuple[LossSums, tuple[()]]:
+        variables, to_model_params = variables_of(params, frozen, step_spec, layout)
+        _, sums = loss_sums(to_model_params(variables), batch, step_spec, make_collectives(layout))
+        return _all_reduce_sums({"nll": sums["nll"], "tokens": sums["tokens"]}, layout), ()
 
-    return _shard_mapped(local, layout, ())(params, frozen, batch, jnp.ones((), jnp.float32))[0]
+    return _shard_map(local, layout, ())(params, frozen, batch, jnp.ones((), jnp.float32))[0]
 
 
-def _shard_mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
+def _shard_map(local: Callable[..., Any], layout: Layout, out: Any) -> Callable[..., Any]:
     """Wraps `local(params, frozen, batch, factor)` in `shard_map`; it returns (sums, arrays with placements `out`)."""
     if layout.mesh.size == 1:
         return local
@@ -143,6 +143,7 @@ def _shard_mapped(local: Callable[..., Any], layout: Layout, out: Any) -> Callab
 
 
 def make_collectives(layout: Layout) -> Collectives:
+    """Returns the collectives of a forward pass; they all-gather the weights layer by layer at ZeRO stages 2 and 3."""
     sizes = layout.sizes
     placements = None
     if sharded("gradients", layout.stage, mixed=False) and sizes["data"] > 1:
@@ -152,40 +153,40 @@ def make_collectives(layout: Layout) -> Collectives:
 
 def variables_of(params: Any, frozen: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
     """Returns (the variables to differentiate, a function from them to the parameter tree of the model)."""
-    variables, computing = _trained(params, step_spec, layout)
+    variables, to_model_params = _trained_variables(params, step_spec, layout)
     if frozen is None:
-        return variables, computing
+        return variables, to_model_params
     frozen = step_spec.policy.cast(frozen)  # a no-op in a run; tests may pass another dtype
 
-    def beside(variables: Any) -> Any:
-        return adapters.joined(frozen, adapters.scaled(computing(variables), step_spec.adapter_scale))
+    def with_frozen(variables: Any) -> Any:
+        return adapters.joined(frozen, adapters.scaled(to_model_params(variables), step_spec.adapter_scale))
 
-    return variables, beside
+    return variables, with_frozen
 
 
-def _trained(params: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
+def _trained_variables(params: Any, step_spec: StepSpec, layout: Layout) -> tuple[Any, Callable[[Any], Any]]:
     """Implements `variables_of` for the trained parameters, without frozen weights."""
     compute = step_spec.policy.cast(params)
     if layout.stage == 0 or layout.sizes["data"] == 1:
-        return compute, lambda whole: whole
+        return compute, lambda full: full
     if layout.stage == 3:
-        return compute, lambda shares: shares
+        return compute, lambda shards: shards
     if step_spec.policy.mixed:
-        whole = _layer_by_layer(gather, layout.weights, compute)
+        full = _layer_by_layer(gather, layout.weights, compute)
     else:
-        whole = jax.tree.map(_without_padding, layout.sharded, compute)
+        full = jax.tree.map(_without_padding, layout.sharded, compute)
     if layout.stage == 1:
-        return whole, lambda whole: whole
+        return full, lambda full: full
 
-    def share(placement: Placement, x: Array) -> Array:
+    def shard(placement: Placement, x: Array) -> Array:
         assert placement.zero_dim is not None
         shape = list(x.shape)
-        ways = math.prod(layout.sizes[axis] for axis in placement.axes[placement.zero_dim])
-        shape[placement.zero_dim] = placement.shape[placement.zero_dim] // ways
+        num_shards = math.prod(layout.sizes[axis] for axis in placement.axes[placement.zero_dim])
+        shape[placement.zero_dim] = placement.shape[placement.zero_dim] // num_shards
         return jnp.zeros(shape, x.dtype)  # defines the shape of the gradient; its value is never read
 
-    shares = jax.tree.map(share, layout.sharded, whole)
-    return shares, lambda shares: jax.tree.map(ShardedWeight, shares, whole)
+    shards = jax.tree.map(shard, layout.sharded, full)
+    return shards, lambda shards: jax.tree.map(ShardedWeight, shards, full)
 
 
 def _without_padding(placement: Placement, x: Array) -> Array:
@@ -201,31 +202,31 @@ def _layer_by_layer(function: Callable[[Array, Placement, bool], Array], placeme
     restore the order of elements.
     """
 
-    def apply(placed: Any, tree: Any, layer_slice: bool) -> Any:
-        return jax.tree.map(lambda placement, x: function(x, placement, layer_slice), placed, tree)
+    def apply(placements: Any, tree: Any, layer_slice: bool) -> Any:
+        return jax.tree.map(lambda placement, x: function(x, placement, layer_slice), placements, tree)
 
-    done = {name: apply(placements[name], tree, False) for name, tree in params.items() if name != "layers"}
-    layers = done["layers"] = params["layers"]
+    out = {name: apply(placements[name], tree, False) for name, tree in params.items() if name != "layers"}
+    layers = out["layers"] = params["layers"]
 
-    others = [x for name, tree in done.items() if name != "layers" for x in jax.tree.leaves(tree)]
+    others = [x for name, tree in out.items() if name != "layers" for x in jax.tree.leaves(tree)]
 
     def loop(layers: Any) -> Any:
         return jax.lax.map(lambda layer: apply(placements["layers"], layer, True), layers)
 
-    def loop_after(first: Array, layers: Any) -> Any:
-        def one(i: Array) -> Any:
+    def loop_from(first: Array, layers: Any) -> Any:
+        def apply_layer(i: Array) -> Any:
             layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
             return apply(placements["layers"], layer, True)
 
-        return jax.lax.map(one, first + jnp.arange(jax.tree.leaves(layers)[0].shape[0]))
+        return jax.lax.map(apply_layer, first + jnp.arange(jax.tree.leaves(layers)[0].shape[0]))
 
     if layers and not others:  # adapters: every array is stacked
-        done["layers"] = loop(layers)
+        out["layers"] = loop(layers)
     elif layers:  # a model shorter than its layer pattern has no stacked layers
-        done["layers"] = jax.lax.platform_dependent(
-            others, layers, cpu=lambda xs, layers: loop_after(_zero_after(xs), layers), default=lambda _, y: loop(y)
+        out["layers"] = jax.lax.platform_dependent(
+            others, layers, cpu=lambda xs, layers: loop_from(_zero_after(xs), layers), default=lambda _, y: loop(y)
         )
-    return done
+    return out
 
 
 def _zero_after(arrays: list[Array]) -> Array:
@@ -236,15 +237,15 @@ def _zero_after(arrays: list[Array]) -> Array:
     occasionally mixed with those inside. An optimization barrier does not help: the backend removes it before it
     schedules the program.
     """
-    number = sum(x.reshape(-1)[0].astype(jnp.float32) for x in arrays)
-    bits = jax.lax.bitcast_convert_type(number, jnp.int32)
+    value = sum(x.reshape(-1)[0].astype(jnp.float32) for x in arrays)
+    bits = jax.lax.bitcast_convert_type(value, jnp.int32)
     # Shifting right by 31 and then by 1 gives 0 for any input, and the compiler does not fold it to a constant.
     return jax.lax.shift_right_logical(jax.lax.shift_right_logical(bits, 31), 1)
 
 
-def _over_micro_batches(
+def _accumulate_micro_batches(
     differentiate: Callable[..., Any], variables: Any, batch: Batch, count: int
-) -> tuple[Sums, Any]:
+) -> tuple[LossSums, Any]:
     """Accumulates losses and float32 gradients over the micro-batches, which run sequentially."""
 
     def micro_step(carry: Any, micro_batch: Batch) -> tuple[Any, None]:
@@ -264,15 +265,15 @@ def _over_micro_batches(
     return jax.lax.scan(micro_step, start, micro_batches)[0]
 
 
-def _all_reduced(sums: Sums, layout: Layout) -> Sums:
+def _all_reduce_sums(sums: LossSums, layout: Layout) -> LossSums:
     """All-reduces sums over the rows of all devices; over `tensor`, only the load-balancing loss is a partial sum."""
     sizes = layout.sizes
 
-    def total(name: str, x: Array) -> Array:
-        over = tuple(axis for axis in (*BATCH_AXES, *(["tensor"] if name == "aux_loss" else [])) if sizes[axis] > 1)
-        return jax.lax.psum(x, over) if over else x
+    def all_reduce(name: str, x: Array) -> Array:
+        axes = tuple(axis for axis in (*BATCH_AXES, *(["tensor"] if name == "aux_loss" else [])) if sizes[axis] > 1)
+        return jax.lax.psum(x, axes) if axes else x
 
-    return {name: total(name, x) for name, x in sums.items()}
+    return {name: all_reduce(name, x) for name, x in sums.items()}
 
 
 def _reduce_gradients(gradients: Any, layout: Layout) -> Any:
@@ -286,7 +287,7 @@ def _reduce_gradients(gradients: Any, layout: Layout) -> Any:
         if sizes["data"] > 1 and layout.stage == 0:
             axes.append("data")
         # A weight replicated along `tensor` was applied to different tokens or heads on each device.
-        if sizes["tensor"] > 1 and not any("tensor" in split for split in placement.axes):
+        if sizes["tensor"] > 1 and not any("tensor" in axes for axes in placement.axes):
             axes.append("tensor")
         return jax.lax.psum(gradient, tuple(axes)) if axes else gradient
 

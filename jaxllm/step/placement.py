@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import Architecture, Config, validate
 from jaxllm.model.adapter_specs import frozen_specs, trained_specs
-from jaxllm.model.specs import ParamSpec, is_spec
+from jaxllm.model.specs import ParamSpec, is_spec, leaves
 from jaxllm.parallel import mesh as mesh_lib
 from jaxllm.parallel.mesh import Kind, Placement
 from jaxllm.step.optimizers import map_state
@@ -30,7 +30,7 @@ class Layout:
       weights: `Placement`s of the stored weights, a tree like `specs`.
       moments: `Placement`s of the optimizer moments, a tree like `specs`. Reduced gradients have the same placements:
         stage 1 keeps gradients unsharded during the backward pass and reduce-scatters their sum.
-      shares: `Placement`s of the trained arrays when sharded over `data`, whatever the stage.
+      sharded: `Placement`s of the trained arrays when sharded over `data`, whatever the stage.
       frozen: `Placement`s of the frozen weights, sharded over `data` only in stage 3; None if all weights are trained.
       host_moments: Whether moments are stored in host memory between updates.
       host_weights: Whether weights are stored in host memory between updates.
@@ -48,6 +48,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Number of devices along each mesh axis."""
         return dict(self.mesh.shape)
 
     def constrain(self, tree: Any, placements: Any) -> Any:
@@ -73,25 +74,25 @@ class Layout:
 
         def moment(leaf: Any, _: str, spec: ParamSpec | None) -> Any:
             if spec is None or leaf.ndim == 0:
-                return whole
+                return replicated
             placement = by_spec[id(spec)]
             if leaf.shape != placement.shape:  # a factored moment or its placeholder: replicated
                 placement = Placement(leaf.shape, ((),) * leaf.ndim, leaf.shape)
             return mesh_lib.named_sharding(self.mesh, placement, memory(self.host_moments))
 
-        specs = jax.tree.leaves(self.specs, is_leaf=is_spec)
+        specs = leaves(self.specs)
         placements = jax.tree.leaves(self.moments)
         by_spec = {id(spec): placement for spec, placement in zip(specs, placements, strict=True)}
-        whole: Any = mesh_lib.replicated(self.mesh)
+        replicated: Any = mesh_lib.replicated(self.mesh)
         return TrainState(
-            step=whole,
+            step=replicated,
             params=jax.tree.map(
                 lambda placement: mesh_lib.named_sharding(self.mesh, placement, memory(self.host_weights)),
                 self.weights,
             ),
             opt_state=map_state(moment, state.opt_state, self.specs),
-            key=whole,
-            loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
+            key=replicated,
+            loss_scale=jax.tree.map(lambda _: replicated, state.loss_scale),
             frozen=jax.tree.map(lambda placement: mesh_lib.named_sharding(self.mesh, placement), self.frozen),
         )
 
@@ -115,23 +116,23 @@ def make_layout(config: Config, model: Architecture, policy: Policy, mesh: Mesh)
       UserError: The configuration is not supported; the message names the tensor, the axis and the sizes.
     """
     offload, specs, base = config.optimizer.offload, trained_specs(model, config.lora), frozen_specs(model, config.lora)
-    placed = {kind: mesh_lib.placements(specs, config.mesh, kind, policy.mixed) for kind in _KINDS}
+    kinds = {kind: mesh_lib.placements(specs, config.mesh, kind, policy.mixed) for kind in _KINDS}
     paths = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
     arrays = (
         (mesh_lib.path_name(path), spec.shape, placement.shape)
-        for (path, spec), placement in zip(paths, jax.tree.leaves(placed["moments"]), strict=True)
+        for (path, spec), placement in zip(paths, jax.tree.leaves(kinds["moments"]), strict=True)
     )
     validate.check_update(config.optimizer, policy.name, policy.mixed, arrays)
     frozen = None
     if base is not None:  # no gradients or moments: only stage 3 shards frozen weights
-        whole = dataclasses.replace(config.mesh, zero=3 if config.mesh.zero == 3 else 0)
-        frozen = mesh_lib.placements(base, whole, "weights", mixed=False)
+        frozen_mesh = dataclasses.replace(config.mesh, zero=3 if config.mesh.zero == 3 else 0)
+        frozen = mesh_lib.placements(base, frozen_mesh, "weights", mixed=False)
     return Layout(
         mesh=mesh,
         stage=config.mesh.zero,
         specs=specs,
-        weights=placed["weights"],
-        moments=placed["moments"],
+        weights=kinds["weights"],
+        moments=kinds["moments"],
         sharded=mesh_lib.placements(specs, dataclasses.replace(config.mesh, zero=3), "weights", policy.mixed),
         frozen=frozen,
         host_moments=offload != "none",

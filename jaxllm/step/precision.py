@@ -15,8 +15,8 @@ from jaxllm.config.precision import POLICY_DTYPES
 from jaxllm.step.state import LossScale
 
 # A larger scale has no benefit: times 2^24, the smallest positive float16 value (2^-24) is 1.
-_HIGHEST_SCALE = 2.0**24
-_LOWEST_SCALE = 1.0
+_MAX_SCALE = 2.0**24
+_MIN_SCALE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def adjust(scale: LossScale, finite: Bool[Array, ""], growth: int) -> LossScale:
     grown = good >= growth
     factor = jnp.where(finite, jnp.where(grown, 2.0, 1.0), 0.5)
     return LossScale(
-        jnp.clip(scale.scale * factor, _LOWEST_SCALE, _HIGHEST_SCALE).astype(jnp.float32),
+        jnp.clip(scale.scale * factor, _MIN_SCALE, _MAX_SCALE).astype(jnp.float32),
         jnp.where(grown, 0, good).astype(jnp.int32),
     )
 

@@ -36,49 +36,50 @@ def apply(
     """
     if not layout.host_moments:
         weights = layout.constrain(state.params, layout.moments)
-        return _updated(weights, state.opt_state, gradients, lr, finite, step_spec)
-    return _streamed(state, gradients, lr, finite, step_spec, layout)
+        return _update(weights, state.opt_state, gradients, lr, finite, step_spec)
+    return _update_streamed(state, gradients, lr, finite, step_spec, layout)
 
 
-def _updated(
+def _update(
     weights: Any, opt_state: Any, gradients: Any, lr: Array, finite: Array | None, step_spec: StepSpec
 ) -> tuple[Any, Any]:
-    direction, moved = step_spec.optimizer.update(gradients, opt_state, weights)
+    direction, new_state = step_spec.optimizer.update(gradients, opt_state, weights)
     params = jax.tree.map(lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype), weights, direction)
     if finite is None:
-        return params, moved
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, moved), (weights, opt_state))
+        return params, new_state
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, new_state), (weights, opt_state))
 
 
-def _streamed(
+def _update_streamed(
     state: TrainState, gradients: Any, lr: Array, finite: Array | None, step_spec: StepSpec, layout: Layout
 ) -> tuple[Any, Any]:
-    homes = layout.state_shardings(state)
+    """Updates one parameter array at a time, with only its weights and moments copied to the device."""
+    storage = layout.state_shardings(state)
     on_device = layout.state_shardings(state, on_device=True)
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
     # Counters stay on the device. Each call of the optimizer advances its own copy by the same amount.
-    done_params: dict[str, Array] = {}
-    done_moments: dict[tuple[str, int], Array] = {}
+    new_params: dict[str, Array] = {}
+    new_moments: dict[tuple[str, int], Array] = {}
     counters: Any = None
-    last: Any = lr
+    previous: Any = lr
     for name in names:
-        params, moments = _only(state.params, name), _only_moments(state.opt_state, name, layout)
+        params, moments = _select(state.params, name), _select_moments(state.opt_state, name, layout)
         # Start this transfer only after the previous array is back in host memory.
-        (params, moments), last = jax.lax.optimization_barrier(((params, moments), last))
-        params = jax.device_put(params, _only(on_device.params, name))
-        moments = jax.device_put(moments, _only_moments(on_device.opt_state, name, layout))
-        weights = layout.constrain(params, _only(layout.moments, name))
-        new, moved = _updated(weights, moments, _only(gradients, name), lr, finite, step_spec)
-        new = jax.device_put(new, _only(homes.params, name))
-        moved = jax.device_put(moved, _only_moments(homes.opt_state, name, layout))
-        (done_params[name],) = jax.tree.leaves(new)
-        mine = [leaf for leaf, owner in _owned(moved, layout) if owner == name]
-        done_moments |= {(name, i): leaf for i, leaf in enumerate(mine)}
-        counters = moved
-        last = (done_params[name], mine)
+        (params, moments), previous = jax.lax.optimization_barrier(((params, moments), previous))
+        params = jax.device_put(params, _select(on_device.params, name))
+        moments = jax.device_put(moments, _select_moments(on_device.opt_state, name, layout))
+        weights = layout.constrain(params, _select(layout.moments, name))
+        new_weights, new_state = _update(weights, moments, _select(gradients, name), lr, finite, step_spec)
+        new_weights = jax.device_put(new_weights, _select(storage.params, name))
+        new_state = jax.device_put(new_state, _select_moments(storage.opt_state, name, layout))
+        (new_params[name],) = jax.tree.leaves(new_weights)
+        own_moments = [leaf for leaf, owner in _arrays_and_owners(new_state, layout) if owner == name]
+        new_moments |= {(name, i): leaf for i, leaf in enumerate(own_moments)}
+        counters = new_state
+        previous = (new_params[name], own_moments)
     return (
-        jax.tree_util.tree_map_with_path(lambda path, _: done_params[_name(path)], state.params),
-        _merged(state.opt_state, counters, done_moments, layout),
+        jax.tree_util.tree_map_with_path(lambda path, _: new_params[_name(path)], state.params),
+        _merge_moments(state.opt_state, counters, new_moments, layout),
     )
 
 
@@ -86,31 +87,31 @@ def _name(path: Any) -> str:
     return "".join(map(str, path))
 
 
-def _only(tree: Any, name: str) -> Any:
+def _select(tree: Any, name: str) -> Any:
     """Returns a tree with the structure of the parameters in which every array except one is None."""
     return jax.tree_util.tree_map_with_path(lambda path, x: x if _name(path) == name else None, tree)
 
 
-def _only_moments(opt_state: Any, name: str, layout: Layout) -> Any:
+def _select_moments(opt_state: Any, name: str, layout: Layout) -> Any:
     """Returns the optimizer state with only the counters and the moments of one parameter; the rest is None."""
     return map_state(lambda x, owner, spec: x if spec is None or owner == name else None, opt_state, layout.specs)
 
 
-def _owned(opt_state: Any, layout: Layout) -> list[tuple[Array, str]]:
+def _arrays_and_owners(opt_state: Any, layout: Layout) -> list[tuple[Array, str]]:
     """Lists the arrays of an optimizer state with the names of their parameters ("" for counters), in tree order."""
-    found: list[tuple[Array, str]] = []
-    map_state(lambda x, owner, _: found.append((x, owner)), opt_state, layout.specs)
-    return found
+    arrays: list[tuple[Array, str]] = []
+    map_state(lambda x, owner, _: arrays.append((x, owner)), opt_state, layout.specs)
+    return arrays
 
 
-def _merged(opt_state: Any, counters: Any, moments: dict[tuple[str, int], Array], layout: Layout) -> Any:
-    counted = iter([leaf for leaf, owner in _owned(counters, layout) if not owner])
-    seen: dict[str, int] = {}
+def _merge_moments(opt_state: Any, counters: Any, moments: dict[tuple[str, int], Array], layout: Layout) -> Any:
+    counter_leaves = iter([leaf for leaf, owner in _arrays_and_owners(counters, layout) if not owner])
+    index: dict[str, int] = {}
 
     def pick(_: Any, owner: str, spec: Any) -> Array:
         if spec is None:
-            return next(counted)
-        seen[owner] = seen.get(owner, -1) + 1
-        return moments[owner, seen[owner]]
+            return next(counter_leaves)
+        index[owner] = index.get(owner, -1) + 1
+        return moments[owner, index[owner]]
 
     return map_state(pick, opt_state, layout.specs)

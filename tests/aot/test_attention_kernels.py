@@ -16,7 +16,7 @@ import pytest
 from jaxllm.hardware import detect
 from jaxllm.kernels import reference
 from jaxllm.kernels.flash.api import flash_attention
-from jaxllm.kernels.flash.tile_sizes import Tile, Tiles, tiles_for
+from jaxllm.kernels.flash.common import Tile, Tiles, tiles_for
 from jaxllm.ledger.compiled import absent, attached, tpu_report
 from jaxllm.programs import Program
 
@@ -41,24 +41,24 @@ def program(platform, head_dim, length, rule, dtype="bfloat16", **how):
     k = jax.ShapeDtypeStruct((1, KEY_HEADS, length, head_dim), dtype)
     segments = [jax.ShapeDtypeStruct((1, length), jnp.int32)] * (2 if rule == "rich" else 0)
 
-    def run(q, k, v, change, *segments):
+    def run(q, k, v, d_out, *segments):
         def attend(q, k, v):
             masks = {"causal": True, "scale": head_dim**-0.5, **RULES[rule]}
             return flash_attention(q, k, v, *segments, **masks, platform=platform, **how)
 
         out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(change)
+        return out, *pull(d_out)
 
     return Program("attention", jax.jit(run), (q, k, k, q, *segments), ())
 
 
-def figures(name, head_dim, length=LENGTH, rule="rich", dtype="bfloat16", blocks=None):
+def figures(name, head_dim, length=LENGTH, rule="rich", dtype="bfloat16", tiles=None):
     """Returns (bytes of temporaries, {kernel: (bytes spilled, registers)}); TPUs report no spills, so {} for them."""
-    return compiled_once(name, head_dim, length, rule, dtype, blocks)
+    return compiled_once(name, head_dim, length, rule, dtype, tiles)
 
 
 @functools.cache
-def compiled_once(name, head_dim, length, rule, dtype, blocks):
+def compiled_once(name, head_dim, length, rule, dtype, tiles):
     device = detect.by_name(name)
     target = absent.require_compiler(device.name, device.compile_target)
     platform = "tpu" if target.platform == "tpu" else "gpu"
@@ -67,7 +67,7 @@ def compiled_once(name, head_dim, length, rule, dtype, blocks):
         if platform == "gpu":
             # As users compile. LLVM allocates registers, and tests run without its optimisations (`compiler.py`).
             options["xla_backend_optimization_level"] = 3
-        made = program(platform, head_dim, length, rule, dtype, blocks=blocks)
+        made = program(platform, head_dim, length, rule, dtype, tiles=tiles)
         executable = absent.compile_for(made, target, 1, options)
         found, told = attached.figures(executable), tpu_report.figures(pathlib.Path(folder))
         # A TPU's report counts outputs among non-arguments; its own analysis omits vector memory.
@@ -105,7 +105,7 @@ def test_no_kernel_spills_on_gpus(name, head_dim, dtype, rule):
 @pytest.mark.slow
 def test_spills_would_be_seen():
     tile = Tile(64, 64, 4)
-    _, told = figures("a100-80gb", 64, blocks=Tiles(tile, tile, tile))
+    _, told = figures("a100-80gb", 64, tiles=Tiles(tile, tile, tile))
     assert any(spilled > 0 for spilled, _ in told.values())
 
 
@@ -113,7 +113,7 @@ def test_spills_would_be_seen():
 def test_the_widest_heads_in_float32_spill_unless_taken_in_parts():
     now = tiles_for("triton", 256, "float32")
     at_once = Tiles(*(dataclasses.replace(tile, depth=0) for tile in (now.forward, now.dq, now.dkv)))
-    _, told = figures("h100", 256, dtype="float32", blocks=at_once)
+    _, told = figures("h100", 256, dtype="float32", tiles=at_once)
     assert all(spilled > 0 for spilled, _ in told.values()), told
 
 

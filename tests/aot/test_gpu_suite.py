@@ -15,7 +15,7 @@ from suite.cells import grid
 from suite.correctness import decode_program, flash_program
 
 from jaxllm.hardware import detect
-from jaxllm.kernels.flash.tile_sizes import Tile, tiles_for
+from jaxllm.kernels.flash.common import Tile, tiles_for
 from jaxllm.ledger.compiled import absent
 from jaxllm.programs import Program
 
@@ -65,7 +65,7 @@ def test_tiles_compile(kernel):
     arguments = jax.eval_shape(functools.partial(rivals.arrays, 1, 1024, 2, head_dim, True))
     now = tiles_for(ours.TRITON, head_dim, "bfloat16")
     first = dataclasses.replace(now, **{kernel: Tile(*tune.CHOICES[kernel][0])})
-    compiles(rivals.program(ours.causal(head_dim, blocks=first), kernel != "forward"), arguments)
+    compiles(rivals.program(ours.causal(head_dim, tiles=first), kernel != "forward"), arguments)
 
 
 @pytest.mark.slow

@@ -13,12 +13,12 @@ PROGRAM = """
 import json, sys
 from test_attention_kernels import program
 from jaxllm.hardware import detect
-from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
+from jaxllm.kernels.flash.common import Tile, Tiles
 from jaxllm.ledger.compiled import absent, attached
 target = absent.require_compiler("h100", detect.by_name("h100").compile_target)
 for head_dim, rule, dtype, length, tile in json.loads(sys.argv[1]):
-    blocks = tile and Tiles(Tile(*tile), Tile(32, 32), Tile(32, 32))
-    made = program("gpu", head_dim, length, rule, dtype, backend="mosaic_gpu", blocks=blocks)
+    tiles = tile and Tiles(Tile(*tile), Tile(32, 32), Tile(32, 32))
+    made = program("gpu", head_dim, length, rule, dtype, backend="mosaic_gpu", tiles=tiles)
     print(json.dumps(attached.figures(absent.compile_for(made, target, 1))["temps"]), file=sys.stderr)
 """
 

@@ -13,7 +13,7 @@ from jaxllm import programs
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import generate, state, weights
 from jaxllm.decode.sampling import SamplingOptions, make_params
-from jaxllm.kernels.decode import slots as decode_slots
+from jaxllm.kernels.decode import common as decode_common
 from jaxllm.model import layer_cache, specs, transformer
 
 CAPACITY = 64
@@ -250,8 +250,8 @@ def test_an_int8_cache_gives_nearly_the_same_logits(name, monkeypatch):
     assert same > 0.9
     with_cache(model, PROMPTS[:2], cache=jnp.int8)  # the loop runs to its end
 
-    quantize = layer_cache.decode_int8.quantize
-    monkeypatch.setattr(layer_cache.decode_int8, "quantize", lambda x: (quantize(x)[0], quantize(x)[1] * 1.1))
+    quantize = layer_cache.decode_common.quantize
+    monkeypatch.setattr(layer_cache.decode_common, "quantize", lambda x: (quantize(x)[0], quantize(x)[1] * 1.1))
     extended.cache_clear()
     got, _ = int8_logits(model, texts)
     extended.cache_clear()
@@ -339,8 +339,8 @@ def test_a_cache_that_is_not_donated_would_be_caught():
 
 
 def test_a_ring_off_by_one_would_be_caught(monkeypatch):
-    right = decode_slots.slot_positions
-    monkeypatch.setattr(decode_slots, "slot_positions", lambda lengths, slots: right(lengths, slots) + 1)
+    right = decode_common.slot_positions
+    monkeypatch.setattr(decode_common, "slot_positions", lambda lengths, slots: right(lengths, slots) + 1)
     model = models.SLIDING
     wrong_prefill = quickly(programs.prefill(model, 2, 16, CAPACITY, jnp.float32))
     wrong_decode = quickly(programs.decode(model, 2, STEPS, CAPACITY, jnp.float32))

@@ -9,8 +9,8 @@ import models
 import numpy as np
 import pytest
 
+from jaxllm.decode.generate import DECODE_STEPS
 from jaxllm.decode.sampling import SamplingOptions
-from jaxllm.engine import generator as engine_lib
 from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import SampleRequest
 from jaxllm.engine.stop_strings import StopStream
@@ -119,9 +119,9 @@ def test_stop_strings_end_tokens_and_limits(monkeypatch):
 def test_a_full_cache_is_a_length_and_a_long_prompt_an_error():
     [result], _ = generator().generate(["x" * 120], dataclasses.replace(WARM, max_new_tokens=2**40, ignore_eos=True))
     assert (len(result.tokens), result.reason) == (8, "length")
-    with pytest.raises(UserError, match="128 tokens and the model's context_length is 128; shorten it to 127"):
+    with pytest.raises(UserError, match="128 tokens, but the model's context_length is 128; shorten it to 127"):
         generator().generate(["x" * 128], GREEDY)
-    with pytest.raises(UserError, match=r"65 tokens .* 128 \(of which the cache holds 64\); shorten it to 63"):
+    with pytest.raises(UserError, match=r"65 tokens, .* 128 \(the cache has space for 64\); shorten it to 63"):
         generator(capacity=64).generate(["x" * 65], GREEDY)
     assert generator().generate(["x"], GREEDY)[0][0].tokens  # generation continues after the error
 
@@ -142,7 +142,7 @@ def test_errors_name_their_flag(change, flag):
 def test_errors_of_prompts_and_tokenizers():
     with pytest.raises(UserError, match="--prompt is empty"):
         generator().generate(["fine", ""], GREEDY)
-    with pytest.raises(UserError, match="257 ids and the model's vocab_size is 64"):
+    with pytest.raises(UserError, match="257 ids, but the model's vocab_size is 64"):
         Generator(models.ROTARY, {}, ByteTokenizer(), jnp.float32)
 
 
@@ -183,12 +183,12 @@ def test_stop_strings_however_the_text_is_cut(stops, text, want, size):
 
 
 def test_a_stream_that_held_nothing_back_would_be_caught(monkeypatch):
-    monkeypatch.setattr(StopStream, "_open", lambda self: 0)
+    monkeypatch.setattr(StopStream, "_partial_match", lambda self: 0)
     with pytest.raises(AssertionError):
         test_stop_strings_however_the_text_is_cut(("bc",), "abc", "a", 1)
 
 
 def test_steps_between_looks_change_no_text():
-    assert engine_lib.STEPS != 4
-    results, _ = generator(steps=engine_lib.STEPS).generate(PROMPTS, WARM)
+    assert DECODE_STEPS != 4
+    results, _ = generator(steps=DECODE_STEPS).generate(PROMPTS, WARM)
     assert results == generator().generate(PROMPTS, WARM)[0]

@@ -23,7 +23,7 @@ class _Marked(ByteTokenizer):
 
 def test_a_special_token_that_the_model_does_not_have_is_one_line():
     assert generator.encode("ab", _Marked(), MODEL).tolist() == [97, 98]
-    with pytest.raises(UserError, match=r"special token of id 300 and the model's vocab_size is 257") as caught:
+    with pytest.raises(UserError, match=r"special token of id 300, but the model's vocab_size is 257") as caught:
         generator.encode("a¤b", _Marked(), MODEL)
     assert "\n" not in str(caught.value)
     assert generator.encode("¤", _Marked(), dataclasses.replace(MODEL, vocab_size=301)).tolist() == [300]
@@ -32,5 +32,5 @@ def test_a_special_token_that_the_model_does_not_have_is_one_line():
 def test_a_begin_token_that_the_model_does_not_have_is_one_line():
     tokenizer = _Marked()
     tokenizer.bos_id = 257
-    with pytest.raises(UserError, match=r"id 257 and the model's vocab_size is 257"):
+    with pytest.raises(UserError, match=r"id 257, but the model's vocab_size is 257"):
         generator.encode("ab", tokenizer, MODEL)

@@ -20,7 +20,7 @@ from suite.records import Context, Record
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.kernels import reference
-from jaxllm.kernels.flash.tile_sizes import Tile
+from jaxllm.kernels.flash.common import Tile
 from jaxllm.ledger.formula import flops as compute
 
 CELL = {"dtype": "float32", "lengths": (40, 40), "head_dim": 16, "group": 2, "window": 5}

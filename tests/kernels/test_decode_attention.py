@@ -10,19 +10,11 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels.decode import api as decode_lib
-from jaxllm.kernels.decode import (
-    gpu as decode_gpu,
-)
-from jaxllm.kernels.decode import (
-    int8 as decode_int8,
-)
-from jaxllm.kernels.decode import (
-    slots as decode_slots,
-)
-from jaxllm.kernels.decode import (
-    write_tpu as decode_write_tpu,
-)
+from jaxllm.kernels.decode import common as decode_common
+from jaxllm.kernels.decode import gpu as decode_gpu
+from jaxllm.kernels.decode import write_tpu as decode_write_tpu
 from jaxllm.kernels.decode.api import decode_attention
+from jaxllm.kernels.decode.common import DecodeSpec
 
 LAYER, LAYERS = 1, 2
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
@@ -96,7 +88,7 @@ def arrays(case):
     k, v = (jax.random.normal(key, (case.layers, B, case.K, case.S, case.H), case.dtype) for key in keys[1:])
     if not case.int8:
         return q, k, v, {}
-    (k, k_scale), (v, v_scale) = decode_int8.quantize(k), decode_int8.quantize(v)
+    (k, k_scale), (v, v_scale) = decode_common.quantize(k), decode_common.quantize(v)
     return q, k, v, {"k_scale": k_scale, "v_scale": v_scale}
 
 
@@ -248,11 +240,11 @@ def test_arguments_that_do_not_belong_together(change, words):
 
 
 def test_offsets_that_32_bits_do_not_reach():
-    assert decode_gpu.reaches((2**31,), 1)
-    assert not decode_gpu.reaches((2**31 + 1,), 1)
-    assert not decode_gpu.reaches((32, 8, 8, 16_384, 128), 1), "2 bytes a number would be 8 GiB, and reached"
-    assert decode_gpu.reaches((32, 8, 8, 16_384, 128), 2)
-    assert decode_gpu.reaches((2**32 + 1,), 1)
+    assert decode_gpu.can_index((2**31,), 1)
+    assert not decode_gpu.can_index((2**31 + 1,), 1)
+    assert not decode_gpu.can_index((32, 8, 8, 16_384, 128), 1), "2 bytes per element would be 8 GiB, and indexed"
+    assert decode_gpu.can_index((32, 8, 8, 16_384, 128), 2)
+    assert decode_gpu.can_index((2**32 + 1,), 1)
     big = {"k": jax.ShapeDtypeStruct((32, 8, 8, 16_384, 128), jnp.int8)}
     scale = jax.ShapeDtypeStruct(big["k"].shape[:-1], jnp.float32)
     q = jax.ShapeDtypeStruct((8, 1, 32, 128), jnp.bfloat16)
@@ -268,27 +260,27 @@ def test_offsets_that_32_bits_do_not_reach():
 def test_a_layer_taken_out_of_the_stack_gives_the_same(monkeypatch):
     case = dataclasses.replace(SMALL, int8=True)
     got = kernel(case, "gpu")
-    monkeypatch.setattr(decode_lib.decode_gpu, "reaches", lambda shape, _: shape[0] == 1)
+    monkeypatch.setattr(decode_lib.decode_gpu, "can_index", lambda shape, _: shape[0] == 1)
     compiled.cache_clear()
     np.testing.assert_array_equal(kernel(case, "gpu"), got)
     compiled.cache_clear()
 
 
 def test_a_head_is_made_of_powers_of_two():
-    assert decode_gpu.parts_of(80) == [(0, 64), (64, 16)]
-    assert decode_gpu.parts_of(256) == [(0, 256)]
+    assert decode_gpu.head_parts(80) == [(0, 64), (64, 16)]
+    assert decode_gpu.head_parts(256) == [(0, 256)]
     with pytest.raises(ValueError, match="head_dim is 72"):
-        decode_gpu.parts_of(72)
+        decode_gpu.head_parts(72)
 
 
 def test_int8_is_off_by_half_a_step_at_most():
     x = jax.random.normal(jax.random.key(0), (3, 5, 16)).at[1, 2].set(0.0)
-    numbers, scale = decode_int8.quantize(x)
-    error = np.abs(np.asarray(decode_int8.dequantize(numbers, scale) - x))
+    values, scale = decode_common.quantize(x)
+    error = np.abs(np.asarray(decode_common.dequantize(values, scale) - x))
     assert (error <= np.asarray(scale)[..., None] * 0.5001).all()
-    assert np.abs(np.asarray(numbers)).max() == 127
+    assert np.abs(np.asarray(values)).max() == 127
     assert scale[1, 2] == 0
-    np.testing.assert_array_equal(numbers[1, 2], 0)
+    np.testing.assert_array_equal(values[1, 2], 0)
 
 
 @pytest.mark.parametrize("H", [64, 128])
@@ -318,8 +310,8 @@ def test_writing_tokens_on_a_tpu(S, H, T, int8):
 
 
 def as_int8(arrays):
-    numbers = {name: decode_int8.quantize(x) for name, x in arrays.items()}
-    return {name: x for name, (x, _) in numbers.items()} | {f"{name}_scale": s for name, (_, s) in numbers.items()}
+    quantized = {name: decode_common.quantize(x) for name, x in arrays.items()}
+    return {name: x for name, (x, _) in quantized.items()} | {f"{name}_scale": s for name, (_, s) in quantized.items()}
 
 
 def rejected(case, platform):
@@ -335,17 +327,15 @@ def test_faults_are_caught(platform, monkeypatch):
     assert not rejected(SMALL, platform)
     assert not rejected(RING, platform)
 
-    visible = decode_slots.visible
+    mask = DecodeSpec.mask
     with monkeypatch.context() as patch:
-        patch.setattr(
-            decode_slots, "visible", lambda slot, query, length, *rest: visible(slot, query, length - 1, *rest)
-        )
+        patch.setattr(DecodeSpec, "mask", lambda self, slot, query, length: mask(self, slot, query, length - 1))
         assert rejected(SMALL, platform), "a length off by one"
     with monkeypatch.context() as patch:
-        patch.setattr(decode_slots, "visible", lambda slot, query, *rest: visible(slot, query + 1, *rest))
+        patch.setattr(DecodeSpec, "mask", lambda self, slot, query, length: mask(self, slot, query + 1, length))
         assert rejected(SMALL, platform), "a token that sees the next"
     with monkeypatch.context() as patch:
-        patch.setattr(decode_slots, "visible", lambda slot, query, length, *_: slot < jax.lax.rem(length, 130))
+        patch.setattr(DecodeSpec, "mask", lambda self, slot, query, length: slot < jax.lax.rem(length, 130))
         assert rejected(RING, platform), "a ring taken for a cache that begins anew"
 
 
@@ -356,8 +346,8 @@ def test_a_combine_without_rescaling_is_caught(platform, monkeypatch):
     monkeypatch.setattr(decode_lib.decode_tpu, "block_length", lambda *_: 128)
     assert not rejected(case, platform)
 
-    def plain(acc, biggest, total):
-        return acc.sum(1) / jnp.maximum(total.sum(1), 1e-30)[..., None]
+    def plain(acc, m, l):
+        return acc.sum(1) / jnp.maximum(l.sum(1), 1e-30)[..., None]
 
     monkeypatch.setattr(decode_lib, "combine", plain)
     assert rejected(case, platform)

@@ -10,12 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.errors import UserError
 from jaxllm.kernels import reference
-from jaxllm.kernels.flash import spans as flash_spans
+from jaxllm.kernels.flash import common as flash_common
 from jaxllm.kernels.flash import tpu as flash_tpu
 from jaxllm.kernels.flash import triton as flash_triton
 from jaxllm.kernels.flash.api import flash_attention
-from jaxllm.kernels.flash.tile import AttentionSpec, blocks_of
-from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
+from jaxllm.kernels.flash.common import AttentionSpec, Tile, Tiles, blocks_of
 
 LIMIT = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 KEY_HEADS = 2
@@ -86,9 +85,9 @@ def seen(T, S, causal, window, q_segments, k_segments):
     return mask[None] & (q_segments[:, :, None] == k_segments[:, None, :])
 
 
-def exact(q, k, v, change, mask, scale, softcap):
-    """Returns the output and gradients of sum(output * change), in float64."""
-    q, k, v, change = (np.asarray(x, np.float64) for x in (q, k, v, change))
+def exact(q, k, v, d_out, mask, scale, softcap):
+    """Returns the output and gradients of sum(output * d_out), in float64."""
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     group = q.shape[2] // k.shape[1]
     wide_k, wide_v = (x.repeat(group, 1) for x in (k, v))  # one key head per query head: [B, N, S, H]
     raw = np.einsum("btnh,bnsh->bnts", q, wide_k) * scale
@@ -99,7 +98,7 @@ def exact(q, k, v, change, mask, scale, softcap):
     weights = np.exp(shown - high[..., None])
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
     out = np.einsum("bnts,bnsh->btnh", weights, wide_v)
-    on_weights = np.einsum("btnh,bnsh->bnts", change, wide_v)
+    on_weights = np.einsum("btnh,bnsh->bnts", d_out, wide_v)
     scores = weights * (on_weights - (weights * on_weights).sum(-1, keepdims=True)) * slope * scale
 
     def by_key_head(x):
@@ -107,51 +106,51 @@ def exact(q, k, v, change, mask, scale, softcap):
 
     dq = np.einsum("bnts,bnsh->btnh", scores, wide_k)
     dk = by_key_head(np.einsum("bnts,btnh->bnsh", scores, q))
-    dv = by_key_head(np.einsum("bnts,btnh->bnsh", weights, change))
+    dv = by_key_head(np.einsum("bnts,btnh->bnsh", weights, d_out))
     return out, dq, dk, dv
 
 
 def draw(lengths, head_dim, group, segmented, dtype="float32"):
-    """Returns (q, k, v, change) and the segments of queries and keys (ones if not segmented); `change` is d_out."""
+    """Returns (q, k, v, d_out) and the segments of queries and keys, which are ones if not segmented."""
     (T, S), B = lengths, 2
     generator = np.random.default_rng(T + S + head_dim)
     shapes = [(B, T, KEY_HEADS * group, head_dim), *[(B, KEY_HEADS, S, head_dim)] * 2]
-    q, k, v, change = (jnp.asarray(generator.standard_normal(s), dtype) for s in (*shapes, shapes[0]))
+    q, k, v, d_out = (jnp.asarray(generator.standard_normal(s), dtype) for s in (*shapes, shapes[0]))
     of_keys = np.sort(generator.integers(0, 3, (B, S)), 1) if segmented else np.ones((B, S), int)
     before = np.full((B, max(T - S, 0)), 0 if segmented else 1)  # queries before the first key
     of_queries = np.concatenate([before, of_keys], 1)[:, -T:]
-    return (q, k, v, change), of_queries.astype(np.int32), of_keys.astype(np.int32)
+    return (q, k, v, d_out), of_queries.astype(np.int32), of_keys.astype(np.int32)
 
 
 def with_gradients(function):
-    def run(q, k, v, change, *segments):
+    def run(q, k, v, d_out, *segments):
         out, pull = jax.vjp(lambda *arrays: function(*arrays, *segments), q, k, v)
-        return out, *pull(change)
+        return out, *pull(d_out)
 
     return jax.jit(run)
 
 
-def errors(cell, dtype="float32", interpret=True, **how):
+def errors(cell, dtype="float32", interpret=True, **options):
     """Returns the largest errors of output, dq, dk and dv, each relative to its largest value if that is above 1."""
     platform, lengths, head_dim, group, window, softcap, segmented, causal = cell
     arrays, q_segments, k_segments = draw(lengths, head_dim, group, segmented, dtype)
-    rule = {"scale": head_dim**-0.5, "softcap": softcap}
+    scores = {"scale": head_dim**-0.5, "softcap": softcap}
     segments = (q_segments, k_segments) if segmented else (None, None)
 
     def attend(q, k, v):
         masks = {"causal": causal, "window": window}
-        return flash_attention(q, k, v, *segments, **masks, **rule, platform=platform, interpret=interpret, **how)
+        return flash_attention(q, k, v, *segments, **masks, **scores, platform=platform, interpret=interpret, **options)
 
     got = with_gradients(attend)(*arrays)
-    want = exact(*arrays, seen(*lengths, causal, window, q_segments, k_segments), **rule)
+    want = exact(*arrays, seen(*lengths, causal, window, q_segments, k_segments), **scores)
     assert [x.dtype for x in got] == [dtype] * 4
     return [
         np.abs(np.asarray(a, np.float64) - b).max() / max(1, np.abs(b).max()) for a, b in zip(got, want, strict=True)
     ]
 
 
-def is_right(cell, dtype="float32", **how):
-    return max(errors(cell, dtype, **how)) <= LIMIT[dtype]  # false for NaN
+def is_right(cell, dtype="float32", **options):
+    return max(errors(cell, dtype, **options)) <= LIMIT[dtype]  # false for NaN
 
 
 @BOTH
@@ -185,15 +184,14 @@ def test_heads_of_any_size(platform, head_dim):
 
 
 @BOTH
-@pytest.mark.parametrize("rule", [(True, 0), (True, 40), (False, 40), (False, 0)])
-def test_sums_over_many_tiles(platform, rule):
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 40), (False, 40), (False, 0)])
+def test_sums_over_many_tiles(platform, causal, window):
     """Tiles outside the mask are skipped (before, after, on both sides), and tiles fully inside need no mask."""
     size = {"gpu": 16, "tpu": 128}[platform]
     tile = Tile(size, size)
     scaled = {"gpu": (70, 90), "tpu": (500, 600)}[platform]
-    causal, window = rule
     cell = (platform, scaled, 16, 2, window * size // 16, 0.0, False, causal)
-    assert is_right(cell, blocks=Tiles(tile, tile, tile))
+    assert is_right(cell, tiles=Tiles(tile, tile, tile))
 
 
 @BOTH
@@ -205,16 +203,16 @@ def test_packed_rows_are_the_reference_s(platform):
     positions = jnp.asarray(np.arange(100)[None] - starts)
     mask = reference.attention_mask(positions, positions, segments, segments, 20)
     want = reference.attention(q, k, v, mask, scale=0.25, softcap=0.0)
-    rule = {"causal": True, "window": 20, "scale": 0.25, "softcap": 0.0, "platform": platform, "interpret": True}
-    got = jax.jit(lambda *a: flash_attention(*a, segments, segments, **rule))(q, k, v)
+    options = {"causal": True, "window": 20, "scale": 0.25, "softcap": 0.0, "platform": platform, "interpret": True}
+    got = jax.jit(lambda *a: flash_attention(*a, segments, segments, **options))(q, k, v)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @BOTH
 def test_queries_that_see_nothing_give_exactly_nothing(platform):
     arrays, other, k_segments = draw((40, 24), 16, 2, False)
-    rule = {"causal": True, "window": 0, "scale": 0.25, "softcap": 20.0, "platform": platform, "interpret": True}
-    run = with_gradients(lambda *a: flash_attention(*a, k_segments, **rule))
+    options = {"causal": True, "window": 0, "scale": 0.25, "softcap": 20.0, "platform": platform, "interpret": True}
+    run = with_gradients(lambda *a: flash_attention(*a, k_segments, **options))
 
     assert not any(np.asarray(x).any() for x in run(*arrays, np.full_like(other, 2)))  # no key is in their segment
     found = [np.asarray(x) for x in run(*arrays, np.full_like(other, 1))]
@@ -228,8 +226,8 @@ def test_queries_that_see_nothing_give_exactly_nothing(platform):
 @BOTH
 def test_ten_repeats_are_identical(platform):
     arrays, q_segments, k_segments = draw((129, 129), 16, 4, True, "bfloat16")
-    rule = {"causal": True, "window": 0, "scale": 0.25, "softcap": 0.0, "platform": platform, "interpret": True}
-    run = with_gradients(lambda *a: flash_attention(*a, q_segments, k_segments, **rule))
+    options = {"causal": True, "window": 0, "scale": 0.25, "softcap": 0.0, "platform": platform, "interpret": True}
+    run = with_gradients(lambda *a: flash_attention(*a, q_segments, k_segments, **options))
     first = [np.asarray(x).tobytes() for x in run(*arrays)]
     assert all([np.asarray(x).tobytes() for x in run(*arrays)] == first for _ in range(9))
 
@@ -245,9 +243,9 @@ def test_the_tpu_kernels_read_nothing_that_is_not_there():
 def test_remat_keeps_what_the_names_say(capsys):
     """The backward kernels need only the output and lse besides the inputs."""
     arrays, _, _ = draw((16, 16), 16, 1, False)
-    rule = {"causal": True, "window": 0, "scale": 0.25, "softcap": 0.0, "platform": "gpu", "interpret": True}
+    options = {"causal": True, "window": 0, "scale": 0.25, "softcap": 0.0, "platform": "gpu", "interpret": True}
     policy = jax.checkpoint_policies.save_only_these_names("attn_context", "attn_lse")
-    attend = jax.checkpoint(lambda q, k, v: flash_attention(jnp.sin(q), k, v, **rule), policy=policy)
+    attend = jax.checkpoint(lambda q, k, v: flash_attention(jnp.sin(q), k, v, **options), policy=policy)
     jax.ad_checkpoint.print_saved_residuals(attend, *arrays[:3])
     told = capsys.readouterr().out.splitlines()
     assert [line.split(" from ")[0].split()[0] for line in told if "argument" not in line] == [
@@ -262,23 +260,23 @@ def test_remat_keeps_what_the_names_say(capsys):
 @pytest.mark.parametrize("lengths", [(1, 7), (40, 40), (33, 70), (70, 33)])
 def test_the_tiles_visited_are_those_with_a_key_to_see(lengths, causal, window):
     T, S = lengths
-    rule = AttentionSpec(T, S, causal, window, 1.0, 0.0)
+    spec = AttentionSpec(T, S, causal, window, 1.0, 0.0)
     ones = np.ones((1, T), int), np.ones((1, S), int)
     mask = seen(T, S, causal, window, *ones)[0]
-    np.testing.assert_array_equal(rule.visible(np.arange(T)[:, None], np.arange(S)[None], None, None), mask)
+    np.testing.assert_array_equal(spec.mask(np.arange(T)[:, None], np.arange(S)[None], None, None), mask)
     for block in (4, 16):
         for first in range(0, T, block):
             needed = np.flatnonzero(mask[first : first + block].any(0)) // block
-            assert set(range(*blocks_of(rule.keys_of(first, min(first + block, T)), block))) == set(needed.tolist())
+            assert set(range(*blocks_of(spec.key_range(first, min(first + block, T)), block))) == set(needed.tolist())
         for first in range(0, S, block):
             needed = np.flatnonzero(mask[:, first : first + block].any(1)) // block
-            assert set(range(*blocks_of(rule.queries_of(first, min(first + block, S)), block))) == set(needed.tolist())
+            assert set(range(*blocks_of(spec.query_range(first, min(first + block, S)), block))) == set(needed.tolist())
 
 
 def visited(length, causal, window, block=64):
-    rule = AttentionSpec(length, length, causal, window, 1.0, 0.0)
-    spans = (blocks_of(rule.keys_of(first, first + block), block) for first in range(0, length, block))
-    return sum(end - first for first, end in spans)
+    spec = AttentionSpec(length, length, causal, window, 1.0, 0.0)
+    ranges = (blocks_of(spec.key_range(first, first + block), block) for first in range(0, length, block))
+    return sum(end - first for first, end in ranges)
 
 
 def test_work_is_half_for_causal_and_linear_for_a_window():
@@ -290,15 +288,14 @@ def test_work_is_half_for_causal_and_linear_for_a_window():
 
 FAULTS = {
     "mask off by one": lambda m: m.setattr(
-        AttentionSpec, "visible", lambda self, rows, *a, real=AttentionSpec.visible: real(self, rows + 1, *a)
+        AttentionSpec, "mask", lambda self, rows, *a, real=AttentionSpec.mask: real(self, rows + 1, *a)
     ),
     "cap forgotten in the backward pass": lambda m: m.setattr(
-        AttentionSpec, "slope", lambda self, bits, change: change
+        AttentionSpec, "softcap_backward", lambda self, s, ds: ds
     ),
-    "last tile forgotten": lambda m: [
-        m.setattr(module, "blocks_of", lambda span, block: (blocks_of(span, block)[0], blocks_of(span, block)[1] - 1))
-        for module in (flash_spans, flash_tpu)
-    ],
+    "last tile forgotten": lambda m: m.setattr(
+        flash_common, "blocks_of", lambda *a: (blocks_of(*a)[0], blocks_of(*a)[1] - 1)
+    ),
     "heads dealt out in turn": lambda m: [
         m.setattr(module, "key_head", lambda head, group: jax.lax.rem(head, KEY_HEADS))
         for module in (flash_triton, flash_tpu)
@@ -308,7 +305,7 @@ FAULTS = {
 
 ONLY_ON_A_GPU = {
     "the first part of a head again and again": lambda m: m.setattr(
-        flash_triton._Rows, "part", lambda self, index, real=flash_triton._Rows.part: real(self, 0)
+        flash_triton._Rows, "chunk", lambda self, index, real=flash_triton._Rows.chunk: real(self, 0)
     )
 }
 PLANTED = [
@@ -328,8 +325,8 @@ def test_planted_faults_are_caught(platform, fault, dtype, monkeypatch):
 
 def shaped(q=(1, 8, 4, 16), k=(1, 2, 8, 16), v=None, dtype="float32", **other):
     q, k, v = jnp.zeros(q, dtype), jnp.zeros(k, dtype), jnp.zeros(v or k, dtype)
-    rule = {"causal": True, "window": 0, "scale": 1.0, "softcap": 0.0, "platform": "gpu"}
-    return flash_attention(q, k, v, **(rule | other))
+    options = {"causal": True, "window": 0, "scale": 1.0, "softcap": 0.0, "platform": "gpu"}
+    return flash_attention(q, k, v, **(options | other))
 
 
 @pytest.mark.parametrize(

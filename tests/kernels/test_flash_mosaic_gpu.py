@@ -14,11 +14,10 @@ from jaxllm.errors import UserError
 from jaxllm.kernels.flash import mosaic_gpu as flash_mosaic_gpu
 from jaxllm.kernels.flash import triton as flash_triton
 from jaxllm.kernels.flash.api import flash_attention
-from jaxllm.kernels.flash.tile import AttentionSpec, Inputs
-from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
+from jaxllm.kernels.flash.common import AttentionSpec, Inputs, Tile, Tiles
 
 SMALL = Tile(128, 64, 8, 2)
-BLOCKS = Tiles(SMALL, Tile(64, 64), Tile(64, 64))
+TILES = Tiles(SMALL, Tile(64, 64), Tile(64, 64))
 # (queries, keys), head_dim, heads per group, window, softcap, segments, causal, dtype. There are up to five tiles of
 # keys, more than there are buffers.
 CELLS = [
@@ -31,23 +30,23 @@ CELLS = [
 ]
 
 
-def run(cell, blocks=BLOCKS):
+def run(cell, tiles=TILES):
     """Returns (output, expected output) of one row and one key head; masks are as in `test_flash_attention`."""
     lengths, head_dim, group, window, softcap, segmented, causal, dtype = cell
     arrays, q_segments, k_segments = draw(lengths, head_dim, group, segmented, dtype)
-    q, k, v, change = (x[:1] for x in arrays)
+    q, k, v, d_out = (x[:1] for x in arrays)
     q_segments, k_segments = q_segments[:1], k_segments[:1]
-    rule = {"scale": head_dim**-0.5, "softcap": softcap}
+    scores = {"scale": head_dim**-0.5, "softcap": softcap}
     segments = (q_segments, k_segments) if segmented else ()
-    how = {"platform": "gpu", "backend": "mosaic_gpu", "blocks": blocks, "interpret": True}
-    got = flash_attention(q, k, v, *segments, causal=causal, window=window, **rule, **how)
-    want = exact(q, k, v, change, seen(*lengths, causal, window, q_segments, k_segments), **rule)[0]
+    options = {"platform": "gpu", "backend": "mosaic_gpu", "tiles": tiles, "interpret": True}
+    got = flash_attention(q, k, v, *segments, causal=causal, window=window, **scores, **options)
+    want = exact(q, k, v, d_out, seen(*lengths, causal, window, q_segments, k_segments), **scores)[0]
     assert got.dtype == dtype
     return np.asarray(got, np.float64), want
 
 
-def error(cell, blocks=BLOCKS):
-    got, want = run(cell, blocks)
+def error(cell, tiles=TILES):
+    got, want = run(cell, tiles)
     return np.abs(got - want).max() / max(1, np.abs(want).max())
 
 
@@ -69,17 +68,17 @@ def test_three_groups_multiply_as_two_do():
 @pytest.mark.slow
 def test_gradients_are_those_of_the_triton_kernels_with_its_statistics():
     cell = ("gpu", (96, 130), 64, 1, 0, 20.0, True, True)
-    found = errors(cell, "bfloat16", backend="mosaic_gpu", blocks=BLOCKS)
+    found = errors(cell, "bfloat16", backend="mosaic_gpu", tiles=TILES)
     assert max(found) <= LIMIT["bfloat16"], found
 
 
 @pytest.mark.slow
 def test_log_sums_are_the_triton_kernel_s():
     (q, k, v, _), _, _ = draw((130, 100), 64, 1, False, "float16")
-    rule = AttentionSpec(130, 100, True, 0, 0.125, 0.0)
+    spec = AttentionSpec(130, 100, True, 0, 0.125, 0.0)
     inputs = Inputs(q[:1], k[:1], v[:1])
-    _, got = flash_mosaic_gpu.forward(inputs, rule, BLOCKS, True)
-    _, want = jax.jit(lambda inputs: flash_triton.forward(inputs, rule, BLOCKS, True))(inputs)
+    _, got = flash_mosaic_gpu.forward(inputs, spec, TILES, True)
+    _, want = jax.jit(lambda inputs: flash_triton.forward(inputs, spec, TILES, True))(inputs)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -130,7 +129,7 @@ def test_a_barrier_that_nobody_waits_for_is_caught(name, monkeypatch):
     [
         ({"head_dim": 80}, "takes head_dim 64, 128, 192, 256 in bfloat16 or float16, not 80 in bfloat16"),
         ({"dtype": "float32"}, "not 64 in float32; use backend='triton'"),
-        ({"blocks": Tiles(Tile(64, 64, 4), SMALL, SMALL)}, "tiles of 64 queries for each 4 warps, 8 or 12"),
+        ({"tiles": Tiles(Tile(64, 64, 4), SMALL, SMALL)}, "tiles of 64 queries for each 4 warps, 8 or 12"),
         ({"backend": "cuda"}, "attention on gpu has the backends triton, mosaic_gpu, not 'cuda'"),
         ({"platform": "tpu"}, "attention on tpu has the backends mosaic, not 'mosaic_gpu'"),
     ],

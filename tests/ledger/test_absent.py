@@ -61,7 +61,7 @@ def test_a_device_without_a_target():
 
 
 def test_the_count_is_the_mesh_s():
-    with pytest.raises(UserError, match=r"--count is 8 and config\.mesh takes 4"):
+    with pytest.raises(UserError, match=r"--count is 8, but config\.mesh needs 4"):
         absent.inspect(config(data=4), "h100", 8)
 
 
@@ -225,7 +225,7 @@ def test_too_large_does_not_fit():
         (("--device", "h1000"), "did you mean h100?"),
         (("--device", "h100", "--count", "8"), "--config.mesh.data=8"),
         (("--task", "infer", "--count", "2"), "on one device, and --count is 2"),
-        (("--config.mesh.data=8", "--compile"), "config.mesh wants 8 devices"),
+        (("--config.mesh.data=8", "--compile"), "config.mesh needs 8 devices"),
         (("--config.optimizer.name=muon", "--config.optimizer.offload=moments"), "set offload to 'none', or use adamw"),
         (("--task", "infer", "--weights", "int4", "--compile"), "--weights is int4, and there is no program of it"),
         (("--task", "both", "--cache", "fp16", "--compile"), "--cache is fp16, and there is no program of it"),

@@ -13,10 +13,9 @@ from steps import leaf_names
 
 from jaxllm.config import LoraConfig, remat
 from jaxllm.config.attention import PLAIN, Attention
-from jaxllm.config.remat import TAGS, RematPolicy, parse
+from jaxllm.config.remat import TAGS, RematPolicy, group_size, parse
 from jaxllm.errors import UserError
 from jaxllm.model import adapter_specs, adapters, specs, transformer
-from jaxllm.model.remat import group_size
 
 POLICIES = ["full", "sqrt", "dots", "names:attn_qkv,mlp_up", "offload:attn_qkv,mlp_gate"]
 # Usual initial values: the large ones of the small models multiply rounding errors layer by layer.

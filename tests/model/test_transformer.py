@@ -10,7 +10,7 @@ import models
 import numpy as np
 import pytest
 
-from jaxllm.kernels.decode import slots as decode_slots
+from jaxllm.kernels.decode import common as decode_common
 from jaxllm.model import layers, specs, transformer
 
 KEY = jax.random.key(0)
@@ -377,7 +377,7 @@ def test_spec_tree_matches_parameters():
 
 
 def test_slot_positions_of_a_ring():
-    got = decode_slots.slot_positions(jnp.array([0, 3, 4, 6]), 4)
+    got = decode_common.slot_positions(jnp.array([0, 3, 4, 6]), 4)
     assert got[0].max() < 0, "an empty row has no key"
     assert got[1, :3].tolist() == [0, 1, 2]
     assert int(got[1, 3]) < 0

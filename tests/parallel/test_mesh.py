@@ -9,7 +9,7 @@ import pytest
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import MeshConfig
 from jaxllm.errors import UserError
-from jaxllm.model.specs import is_spec, param_specs
+from jaxllm.model.specs import leaves, param_specs
 from jaxllm.parallel import mesh
 from jaxllm.parallel.mesh import TENSOR_RULES, Placement, placement, placements, sharded
 
@@ -55,7 +55,7 @@ def test_nothing_is_left_whole(name, axes):
     placed = split(model, **axes)
     assert all(p.zero_dim is not None for p in placed.values())
     stored = sum(p.elements_per_device for p in placed.values())
-    specs = jax.tree.leaves(param_specs(model), is_leaf=is_spec)
+    specs = leaves(param_specs(model))
     count = sum(spec.size for spec in specs)
     ways = axes["data"] * axes.get("tensor", 1)
     assert count / ways <= stored < 1.2 * count / ways
@@ -96,18 +96,13 @@ def test_stages_shard_one_kind_more_each():
 
 
 def test_every_rule_names_an_axis_that_a_model_has():
-    names = {
-        axis
-        for model in models.ALL.values()
-        for spec in jax.tree.leaves(param_specs(model), is_leaf=is_spec)
-        for axis in spec.axes
-    }
+    names = {axis for model in models.ALL.values() for spec in leaves(param_specs(model)) for axis in spec.axes}
     assert set(TENSOR_RULES) <= names
-    assert mesh.UNSHARDED_AXES in names
+    assert mesh.LAYER_AXIS in names
 
 
 def test_a_mesh_that_does_not_match_the_devices_is_refused():
-    with pytest.raises(UserError, match="wants 16 devices"):
+    with pytest.raises(UserError, match="needs 16 devices"):
         mesh.make_mesh(MeshConfig(data=16))
     made = mesh.make_mesh(MeshConfig(data=2, tensor=2))
     assert dict(made.shape) == {"replica": 1, "data": 2, "tensor": 2}
@@ -115,7 +110,9 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused():
 
 def test_the_count_is_the_mesh_s():
     mesh.require_count(MeshConfig(data=4, tensor=2), 8)
-    with pytest.raises(UserError, match=r"--count is 8 and config.mesh takes 4 \(.*data 4.*--config.mesh.data=8"):
+    with pytest.raises(
+        UserError, match=r"--count is 8, but config.mesh needs 4 devices \(.*data 4.*--config.mesh.data=8"
+    ):
         mesh.require_count(MeshConfig(data=4), 8)
 
 

@@ -21,7 +21,7 @@ from jaxllm.interop.huggingface import model as huggingface
 from jaxllm.interop.huggingface.safetensors_files import open_tensors
 from jaxllm.interop.opening import open_model
 from jaxllm.interop.tokenizer import Tokenizer
-from jaxllm.model.transformer import NO_ADAPTERS, forward, logits
+from jaxllm.model.transformer import SAVE_ALL, forward, logits
 from jaxllm.parallel.collectives import SINGLE_DEVICE
 from jaxllm.step.gradients import loss_sums
 
@@ -110,7 +110,7 @@ def test_loss_and_gradients(case, tmp_path):
         "segment_ids": np.ones((2, 40), np.int32),
         "weights": np.full((2, 40), 1 / 80, np.float32),
     }
-    step_spec = types.SimpleNamespace(model=model, remat=NO_ADAPTERS, attention=PLAIN, attention_chunk=0, loss_chunk=32)
+    step_spec = types.SimpleNamespace(model=model, remat=SAVE_ALL, attention=PLAIN, attention_chunk=0, loss_chunk=32)
     step = jax.jit(jax.value_and_grad(lambda params, batch: loss_sums(params, batch, step_spec, SINGLE_DEVICE)[0]))
     value, gradient = step(ours.load(np.float32), batch)
     assert abs(float(value) - loss.item()) <= TOLERANCE * loss.item()

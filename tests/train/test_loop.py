@@ -168,7 +168,7 @@ def test_two_runs_in_one_workdir(corpus, tmp_path):
         (["--config.model.heads=3"], "kv_heads"),
         (["--config.train.batch_sise=3"], "train.batch_size"),
         (["--config.train.steps=many"], "many"),
-        (["--config.mesh.data=64", "--config.train.batch_size=64"], "config.mesh wants 64"),
+        (["--config.mesh.data=64", "--config.train.batch_size=64"], "config.mesh needs 64"),
         (["--nonsense=1"], "--nonsense"),
     ],
 )

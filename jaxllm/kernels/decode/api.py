@@ -1,9 +1,8 @@
-"""Decode attention: dispatches to one kernel per platform and combines its partial results.
+"""Decode attention: dispatches to the kernel of each platform and combines its partial results.
 
 The kernels compute `reference.attention` over the positions stored in the cache's slots.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.config import attention as attention_choice
 from jaxllm.kernels import reference
+from jaxllm.kernels.decode import common as decode_common
 from jaxllm.kernels.decode import gpu as decode_gpu
-from jaxllm.kernels.decode import int8 as decode_int8
-from jaxllm.kernels.decode import slots as decode_slots
 from jaxllm.kernels.decode import tpu as decode_tpu
+from jaxllm.kernels.decode.common import DecodeSpec
 
 MAX_TOKENS = 8  # new tokens per row; more is a prefill
 
@@ -52,7 +51,7 @@ def decode_attention(
       scale: Factor of q·k.
       softcap: Applies c·tanh(score / c) before the mask; 0 disables it.
       capacity: Maximum tokens per row. If it exceeds S, the cache is a ring with the last S tokens.
-      k_scale, v_scale: Scales of an int8 cache; see `decode_int8`.
+      k_scale, v_scale: Scales of an int8 cache; see `decode.common.quantize`.
       platform: "gpu" or "tpu" selects that kernel and "cpu" the reference. "auto" selects by the platform that the
         program is compiled for, with the reference if `attention_choice.decoding` reports the head_dim or dtype as
         unsupported.
@@ -66,8 +65,8 @@ def decode_attention(
     """
     if platform == "auto":
         if interpret:
-            raise ValueError("platform auto is what the program runs on: name a kernel to interpret")
-        return _where_it_runs(
+            raise ValueError("platform 'auto' cannot be interpreted; name a kernel: gpu or tpu")
+        return _on_target_platform(
             q, k, v, lengths, layer, k_scale, v_scale, window=window, scale=scale, softcap=softcap, capacity=capacity
         )
     if layer is None:
@@ -79,31 +78,29 @@ def decode_attention(
     K, S = k.shape[2:4]
     # A full cache has at most S tokens.
     lengths = lengths.astype(jnp.int32) if capacity > S else jnp.minimum(lengths.astype(jnp.int32), S)
+    spec = DecodeSpec(T, S, window, scale, softcap)
     scales: tuple[Array, ...] = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     if platform == "cpu":
-        return _plain(q, k[index], v[index], lengths, tuple(x[index] for x in scales), window, scale, softcap)
+        return _reference(q, k[index], v[index], lengths, tuple(x[index] for x in scales), spec)
     kernels = {"gpu": decode_gpu, "tpu": decode_tpu}
     if platform not in kernels:
-        raise ValueError(f"no decode attention for platform {platform!r}; there are auto, cpu, gpu and tpu")
-    if platform == "gpu" and not decode_gpu.reaches(k.shape, k.dtype.itemsize):
+        raise ValueError(f"platform {platform!r} is unsupported; supported values are auto, cpu, gpu and tpu")
+    if platform == "gpu" and not decode_gpu.can_index(k.shape, k.dtype.itemsize):
         # The kernel can index one layer but not the whole stack, so copy the layer.
         k, v = k[index][None], v[index][None]
         scales, index = tuple(x[index][None] for x in scales), jnp.zeros_like(index)
-    run = functools.partial(
-        kernels[platform].partials, tokens=T, window=window, scale=scale, softcap=softcap, interpret=interpret
-    )
     grouped = q.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B, K, -1, H)
-    out = combine(*run(grouped, k, v, lengths, index, scales))
+    out = combine(*kernels[platform].partials(grouped, k, v, lengths, index, scales, spec, interpret))
     return out.reshape(B, K, T, N // K, H).swapaxes(1, 2).reshape(B, T, N, H).astype(q.dtype)
 
 
-def _where_it_runs(*arrays: Any, **options: Any) -> Array:
-    """Runs the kernel of the platform that the program is compiled for, which is known only at lowering."""
+def _on_target_platform(*arrays: Any, **options: Any) -> Array:
+    """Computes attention by the kernel of the platform that the program is compiled for, known only at lowering."""
 
     def on(platform: str) -> Callable[..., Array]:
         def run(q: Array, k: Array, v: Array, lengths: Array, layer: Any, k_scale: Any, v_scale: Any) -> Array:
-            rest = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale}
-            return decode_attention(q, k, v, lengths, **rest, **options, platform=platform)
+            operands = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale}
+            return decode_attention(q, k, v, lengths, **operands, **options, platform=platform)
 
         return run
 
@@ -112,57 +109,54 @@ def _where_it_runs(*arrays: Any, **options: Any) -> Array:
     dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k)]
     chosen = {name: attention_choice.decoding(name, q.shape[-1], *dtypes) for name in ("gpu", "tpu")}
     gpu, tpu = (name if one.implementation == "pallas" else "cpu" for name, one in chosen.items())
-    if not decode_gpu.reaches(k.shape[-4:], k.dtype.itemsize):
+    if not decode_gpu.can_index(k.shape[-4:], k.dtype.itemsize):
         gpu = "cpu"  # an int8 cache with 2 to 4 GiB per layer
     return jax.lax.platform_dependent(*arrays, cuda=on(gpu), tpu=on(tpu), default=on("cpu"))
 
 
 def combine(
-    acc: Float[Array, "B splits K R H"], m: Float[Array, "B splits K R"], total: Float[Array, "B splits K R"]
+    acc: Float[Array, "B splits K R H"], m: Float[Array, "B splits K R"], l: Float[Array, "B splits K R"]
 ) -> Float[Array, "B K R H"]:
     """Combines the partial softmax results of a row's splits into the attention output.
 
     Args:
       acc: Sum of the values weighted by exp(score − m), per split.
-      biggest: Maximum score m of the split; any finite value if the split had no visible key.
-      total: Sum l of the weights exp(score − m), per split.
+      m: Maximum score of the split; any finite value if the split had no visible key.
+      l: Sum of the weights exp(score − m), per split.
 
     Returns:
       The normalized output, in float32; 0 for queries without visible keys.
     """
-    share = jnp.exp(m - m.max(1, keepdims=True))
-    whole = (total * share).sum(1)
-    out = (acc * share[..., None]).sum(1)
-    return out / jnp.where(whole > 0, whole, 1.0)[..., None]
+    alpha = jnp.exp(m - m.max(1, keepdims=True))
+    l = (l * alpha).sum(1)
+    out = (acc * alpha[..., None]).sum(1)
+    return out / jnp.where(l > 0, l, 1.0)[..., None]
 
 
 def _check(q: Array, k: Array, v: Array, k_scale: Array | None, v_scale: Array | None) -> None:
     B, T, N, H = q.shape
     if k.ndim != 5 or v.shape != k.shape or (k.shape[1], k.shape[4]) != (B, H) or N % k.shape[2]:
-        raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} do not belong together (with `layer`: stacks)")
+        raise ValueError(
+            f"the shapes of q {q.shape}, k {k.shape} and v {v.shape} do not match; with `layer`, k and v are stacks"
+        )
     if not 1 <= T <= MAX_TOKENS:
-        raise ValueError(f"{T} new tokens a row; decode attention takes 1 to {MAX_TOKENS}")
+        raise ValueError(f"q has {T} new tokens per row; decode attention takes 1 to {MAX_TOKENS}")
     if (k.dtype == jnp.int8) != (k_scale is not None and v_scale is not None) or k.dtype != v.dtype:
-        raise ValueError(f"a cache of {k.dtype} and {v.dtype}: int8 comes with k_scale and v_scale, others without")
+        raise ValueError(
+            f"the cache is {k.dtype} and {v.dtype}; int8 requires k_scale and v_scale, other dtypes must have none"
+        )
     for x in (k_scale, v_scale):
         if x is not None and x.shape != k.shape[:-1]:
-            raise ValueError(f"scales of shape {x.shape} for a cache of {k.shape}; there is one a vector")
+            raise ValueError(
+                f"scales have shape {x.shape} for a cache of {k.shape}; they must have one element per vector"
+            )
 
 
-def _plain(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    scales: tuple[Array, ...],
-    window: int,
-    scale: float,
-    softcap: float,
-) -> Array:
+def _reference(q: Array, k: Array, v: Array, lengths: Array, scales: tuple[Array, ...], spec: DecodeSpec) -> Array:
     if scales:
-        k, v = (decode_int8.dequantize(x, s) for x, s in zip((k, v), scales, strict=True))
-    T = q.shape[1]
-    positions = lengths[:, None] - T + jnp.arange(T)[None, :]
-    mask = reference.attention_mask(positions, decode_slots.slot_positions(lengths, k.shape[2]), None, None, window)
-    out = reference.attention(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale=scale, softcap=softcap)
+        k, v = (decode_common.dequantize(x, s) for x, s in zip((k, v), scales, strict=True))
+    positions = lengths[:, None] - spec.tokens + jnp.arange(spec.tokens)[None, :]
+    slot_positions = decode_common.slot_positions(lengths, spec.slots)
+    mask = reference.attention_mask(positions, slot_positions, None, None, spec.window)
+    out = reference.attention(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale=spec.scale, softcap=spec.softcap)
     return out.astype(q.dtype)

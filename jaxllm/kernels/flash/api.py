@@ -19,8 +19,7 @@ from jaxllm.errors import UserError
 from jaxllm.kernels.flash import mosaic_gpu as flash_mosaic_gpu
 from jaxllm.kernels.flash import tpu as flash_tpu
 from jaxllm.kernels.flash import triton as flash_triton
-from jaxllm.kernels.flash.tile import AttentionSpec, Inputs
-from jaxllm.kernels.flash.tile_sizes import Tiles, tiles_for
+from jaxllm.kernels.flash.common import AttentionSpec, Inputs, Tiles, tiles_for
 
 # Kernels (forward, backward) by platform and backend; a platform's first backend is its default.
 BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
@@ -33,8 +32,8 @@ BACKENDS: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Launch:
-    """Static selection of the kernels, their tiles and interpret mode."""
+class _KernelOptions:
+    """Choice of the kernels, their tiles and interpret mode."""
 
     platform: str
     backend: str
@@ -55,7 +54,7 @@ def flash_attention(
     softcap: float,
     platform: str,
     backend: str | None = None,
-    blocks: Tiles | None = None,
+    tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Computes softmax(cap(q·k·scale)) · v over the visible keys; equals `reference.attention` up to summation order.
@@ -81,7 +80,7 @@ def flash_attention(
       platform: Platform of the kernels, "gpu" or "tpu".
       backend: GPU backend: "triton", the default, for all GPUs, or "mosaic_gpu" for Hopper, which combines the forward
         kernel of `flash_mosaic_gpu` with Triton's backward kernels.
-      blocks: Tile sizes of the kernels; None selects those of `tiles_for`.
+      tiles: Tile sizes of the kernels; None selects those of `tiles_for`.
       interpret: Runs the kernels in Pallas's interpreter, on any device; slow, for tests.
 
     Returns:
@@ -90,37 +89,39 @@ def flash_attention(
     Raises:
       UserError: The platform, backend, shapes or dtypes are not supported; there is no silent fallback.
     """
-    _require(q, k, v, q_segments, k_segments, window, softcap, platform)
+    _check(q, k, v, q_segments, k_segments, window, softcap, platform)
     backend = backend or next(iter(BACKENDS[platform]))
     if backend not in BACKENDS[platform]:
         raise UserError(f"attention on {platform} has the backends {', '.join(BACKENDS[platform])}, not {backend!r}")
-    how = _Launch(platform, backend, blocks or tiles_for(backend, q.shape[3], q.dtype), interpret)
+    options = _KernelOptions(platform, backend, tiles or tiles_for(backend, q.shape[3], q.dtype), interpret)
     spec = AttentionSpec(q.shape[1], k.shape[2], causal, window, scale, softcap)
-    return _attend(Inputs(q, k, v, q_segments, k_segments), spec, how)
+    return _attend(Inputs(q, k, v, q_segments, k_segments), spec, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attend(inputs: Inputs, spec: AttentionSpec, how: _Launch) -> Array:
-    run, _ = BACKENDS[how.platform][how.backend]
-    return run(inputs, spec, how.tiles, how.interpret)[0]
+def _attend(inputs: Inputs, spec: AttentionSpec, options: _KernelOptions) -> Array:
+    kernel, _ = BACKENDS[options.platform][options.backend]
+    return kernel(inputs, spec, options.tiles, options.interpret)[0]
 
 
-def _forward(inputs: Inputs, spec: AttentionSpec, how: _Launch) -> tuple[Array, tuple[Inputs, Array, Array]]:
-    run, _ = BACKENDS[how.platform][how.backend]
-    out, lse = run(inputs, spec, how.tiles, how.interpret)
+def _forward(inputs: Inputs, spec: AttentionSpec, options: _KernelOptions) -> tuple[Array, tuple[Inputs, Array, Array]]:
+    kernel, _ = BACKENDS[options.platform][options.backend]
+    out, lse = kernel(inputs, spec, options.tiles, options.interpret)
     out, lse = checkpoint_name(out, "attn_context"), checkpoint_name(lse, "attn_lse")
     return out, (inputs, out, lse)
 
 
-def _backward(spec: AttentionSpec, how: _Launch, saved: tuple[Inputs, Array, Array], d_out: Array) -> tuple[Inputs]:
-    _, run = BACKENDS[how.platform][how.backend]
-    return (Inputs(*run(*saved, d_out, spec, how.tiles, how.interpret)),)
+def _backward(
+    spec: AttentionSpec, options: _KernelOptions, saved: tuple[Inputs, Array, Array], d_out: Array
+) -> tuple[Inputs]:
+    _, kernel = BACKENDS[options.platform][options.backend]
+    return (Inputs(*kernel(*saved, d_out, spec, options.tiles, options.interpret)),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _require(
+def _check(
     q: Array,
     k: Array,
     v: Array,

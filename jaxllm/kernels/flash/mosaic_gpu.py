@@ -24,9 +24,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxllm.errors import UserError
-from jaxllm.kernels.flash.spans import key_spans, loop
-from jaxllm.kernels.flash.tile import EMPTY_LSE, LN_2, M_INIT, MASK_VALUE, AttentionSpec, Index, Inputs, key_head
-from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
+from jaxllm.kernels.flash.common import (
+    LN_2,
+    M_INIT,
+    MASK_VALUE,
+    MASKED_ROW_LSE,
+    AttentionSpec,
+    Index,
+    Inputs,
+    Tile,
+    Tiles,
+    key_head,
+    key_ranges,
+    loop,
+)
 
 HEADS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
@@ -55,7 +66,7 @@ def forward(
       UserError: The head_dim, dtype or tile is not supported.
     """
     (B, T, N, H), dtype, tile = inputs.q.shape, inputs.q.dtype, tiles.forward
-    groups = _require(H, dtype, tile)
+    consumers = _check(H, dtype, tile)
     q, k, v = _pad(inputs.q, 1, tile.queries), _pad(inputs.k, 2, tile.keys), _pad(inputs.v, 2, tile.keys)
     operands = [q, k, v]
     if inputs.q_segments is not None and inputs.k_segments is not None:
@@ -65,16 +76,16 @@ def forward(
 
     def flash_attention(*refs: Any) -> None:
         body = functools.partial(
-            _block, refs, spec=spec, tile=tile, group=inputs.group, last=last, machine=_Machine(not interpret)
+            _block, refs, spec=spec, tile=tile, group=inputs.group, last=last, ops=_Ops(not interpret)
         )
-        pl.run_scoped(body, _scratch(tile, H, dtype, groups, inputs.segmented), collective_axes="group")
+        pl.run_scoped(body, _scratch(tile, H, dtype, consumers, inputs.segmented), collective_axes="group")
 
     out, lse = plgpu.kernel(
         flash_attention,
         out_type=[jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
         grid=(N, last + 1, B),
         grid_names=("head", "tile", "batch"),
-        num_threads=groups + 1,
+        num_threads=consumers + 1,
         thread_name="group",
         # The approximate tanh has an error of 5e-4; with a softcap of 30 that is 1.5 % of a weight.
         compiler_params=plgpu.CompilerParams(approx_math=not spec.softcap),
@@ -83,7 +94,7 @@ def forward(
     return out[:, :T], lse[:, :, :T]
 
 
-def _require(head_dim: int, dtype: Any, tile: Tile) -> int:
+def _check(head_dim: int, dtype: Any, tile: Tile) -> int:
     """Checks the arguments of the kernel and returns the number of consumer warpgroups.
 
     Raises:
@@ -94,13 +105,14 @@ def _require(head_dim: int, dtype: Any, tile: Tile) -> int:
             f"the Mosaic-GPU attention kernel takes head_dim {', '.join(map(str, HEADS))} in {' or '.join(DTYPES)}, "
             f"not {head_dim} in {jnp.dtype(dtype)}; use backend='triton'"
         )
-    groups = tile.warps // _GROUP_WARPS
-    if groups not in _REGISTERS or tile.warps % _GROUP_WARPS or tile.queries != groups * _ROWS or tile.keys % _ROWS:
+    consumers = tile.warps // _GROUP_WARPS
+    whole_groups = tile.warps % _GROUP_WARPS == 0 and tile.keys % _ROWS == 0
+    if consumers not in _REGISTERS or not whole_groups or tile.queries != consumers * _ROWS:
         raise UserError(
-            f"the Mosaic-GPU attention kernel takes tiles of {_ROWS} queries for each {_GROUP_WARPS} warps, 8 or 12 of "
-            f"these, and a multiple of {_ROWS} keys, not {tile}"
+            f"the Mosaic-GPU attention kernel takes tiles of {_ROWS} queries for each {_GROUP_WARPS} warps, 8 or 12 "
+            f"warps, and a multiple of {_ROWS} keys, not {tile}"
         )
-    return groups
+    return consumers
 
 
 def _pad(x: Array, axis: int, block: int) -> Array:
@@ -116,50 +128,50 @@ def _interpreter() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Machine:
+class _Ops:
     """Operations that JAX's interpreter for these kernels lacks: wgmma on registers, and register layouts.
 
     Attributes:
-      real: Whether the kernel is compiled for a GPU; False simulates these operations for the interpreter.
+      compiled: Whether the kernel is compiled for a GPU; False emulates these operations for the interpreter.
     """
 
-    real: bool
+    compiled: bool
 
-    def placed(self, x: Array, layout: Any) -> Array:
-        return plgpu.layout_cast(x, layout) if self.real else x
+    def _cast(self, x: Array, layout: Any) -> Array:
+        return plgpu.layout_cast(x, layout) if self.compiled else x
 
-    def rows(self, x: Array) -> Array:
+    def row_layout(self, x: Array) -> Array:
         """Casts [rows] to the register layout of row statistics: one element per row of a wgmma result."""
-        return self.placed(x, plgpu.Layout.WGMMA.reduce(1))
+        return self._cast(x, plgpu.Layout.WGMMA.reduce(1))
 
-    def columns(self, x: Array) -> Array:
+    def column_layout(self, x: Array) -> Array:
         """Casts [columns] to the register layout with one element per column of a wgmma result."""
-        return self.placed(x, plgpu.Layout.WGMMA.reduce(0))
+        return self._cast(x, plgpu.Layout.WGMMA.reduce(0))
 
-    def product(self, x: Array) -> Array:
+    def matmul_layout(self, x: Array) -> Array:
         """Casts [rows, columns] to the register layout of a wgmma result."""
-        return self.placed(x, plgpu.Layout.WGMMA)
+        return self._cast(x, plgpu.Layout.WGMMA)
 
-    def scores(self, q_ref: Any, k_ref: Any, meanwhile: Callable[[], None]) -> Array:
-        """Computes q·k of [64, H] and [n, H] in shared memory; calls `meanwhile` after issuing the matmul."""
-        if not self.real:
-            meanwhile()
-            return self._simulated(q_ref[...], k_ref, 1)
+    def qk(self, q_ref: Any, k_ref: Any, after_issue: Callable[[], None]) -> Array:
+        """Computes q·k of [64, H] and [n, H] in shared memory; calls `after_issue` after issuing the matmul."""
+        if not self.compiled:
+            after_issue()
+            return self._emulated_dot(q_ref[...], k_ref, 1)
 
         def multiply(acc_ref: Any) -> Array:
             plgpu.wgmma(acc_ref, q_ref, k_ref.transpose((1, 0)))
-            meanwhile()
+            after_issue()
             return acc_ref[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((q_ref.shape[0], k_ref.shape[0]), jnp.float32))
 
-    def add(self, acc: Array, weights: Array, v_ref: Any) -> Array:
-        """Returns total + weights · v, with v in shared memory."""
-        if not self.real:
-            return acc + self._simulated(weights, v_ref, 0)
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.ACC.init(acc))
+    def add_pv(self, acc: Array, p: Array, v_ref: Any) -> Array:
+        """Returns acc + p · v, with v in shared memory."""
+        if not self.compiled:
+            return acc + self._emulated_dot(p, v_ref, 0)
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, v_ref))(plgpu.ACC.init(acc))
 
-    def _simulated(self, a: Array, b_ref: Any, contracted: int) -> Array:
+    def _emulated_dot(self, a: Array, b_ref: Any, contracted: int) -> Array:
         b = b_ref[...]
         # wgmma and TMA share the async proxy; reads by the threads need a fence against TMA writes.
         plgpu.commit_smem()
@@ -193,27 +205,27 @@ class _Scratch(NamedTuple):
     turn: Any
 
 
-def _scratch(tile: Tile, head_dim: int, dtype: Any, groups: int, segmented: bool) -> _Scratch:
+def _scratch(tile: Tile, head_dim: int, dtype: Any, consumers: int, segmented: bool) -> _Scratch:
     lanes = _SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(_SWIZZLE_BYTES))
     keys = plgpu.SMEM((tile.stages, tile.keys, head_dim), dtype, transforms=transforms)
     ready = plgpu.Barrier(num_barriers=tile.stages)
-    free = plgpu.Barrier(num_barriers=tile.stages, num_arrivals=groups)
+    free = plgpu.Barrier(num_barriers=tile.stages, num_arrivals=consumers)
     # Segment copies arrive on the same barriers as the copies of queries and keys.
     copies = 2 if segmented else 1
     return _Scratch(
-        q=plgpu.SMEM((groups, _ROWS, head_dim), dtype, transforms=transforms),
+        q=plgpu.SMEM((consumers, _ROWS, head_dim), dtype, transforms=transforms),
         k=keys,
         v=keys,
-        lse=plgpu.SMEM((groups, _ROWS), jnp.float32),
-        q_segments=plgpu.SMEM((groups, _ROWS), jnp.int32) if segmented else None,
+        lse=plgpu.SMEM((consumers, _ROWS), jnp.float32),
+        q_segments=plgpu.SMEM((consumers, _ROWS), jnp.int32) if segmented else None,
         k_segments=plgpu.SMEM((tile.stages, tile.keys), jnp.int32) if segmented else None,
-        q_ready=plgpu.Barrier(num_barriers=groups, num_arrivals=copies),
+        q_ready=plgpu.Barrier(num_barriers=consumers, num_arrivals=copies),
         k_ready=plgpu.Barrier(num_barriers=tile.stages, num_arrivals=copies),
         v_ready=ready,
         k_free=free,
         v_free=free,
-        turn=plgpu.Barrier(num_arrivals=2) if groups == 2 else None,
+        turn=plgpu.Barrier(num_arrivals=2) if consumers == 2 else None,
     )
 
 
@@ -225,82 +237,82 @@ def _block(
     tile: Tile,
     group: int,
     last: int,
-    machine: _Machine,
+    ops: _Ops,
 ) -> None:
     """Computes the output of `tile.queries` queries of one head in one thread block."""
     q_ref, k_ref, v_ref, *segment_refs, out_ref, lse_ref = refs
     q_segments_ref, k_segments_ref = segment_refs or (None, None)
-    b, n, worker = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
+    b, n, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
     # Under a causal mask the last queries have the most work, so they start first.
     start = (last - lax.axis_index("tile")) * tile.queries
     # All consumers iterate over the union of their tiles: they alternate, so they need equal iteration counts.
-    spans = key_spans(spec, start, tile, scratch.q_segments is not None)
-    begin, end = spans[0][0], spans[-1][1]
-    groups = tile.queries // _ROWS
+    ranges = key_ranges(spec, start, tile, scratch.q_segments is not None)
+    begin, end = ranges[0][0], ranges[-1][1]
+    consumers = tile.queries // _ROWS
 
-    @pl.when(worker == groups)
-    def copy() -> None:
-        plgpu.set_max_registers(_REGISTERS[groups][1], action="decrease")
+    @pl.when(warpgroup == consumers)
+    def produce() -> None:
+        plgpu.set_max_registers(_REGISTERS[consumers][1], action="decrease")
         head = key_head(n, group)
 
         def fetch(j: Index, _: None) -> None:
             step = j - begin
-            slot = lax.rem(step, jnp.int32(tile.stages))
-            here = pl.ds(j * tile.keys, tile.keys)
+            stage = lax.rem(step, jnp.int32(tile.stages))
+            block = pl.ds(j * tile.keys, tile.keys)
 
             @pl.when(step >= tile.stages)
             def wait_for_keys() -> None:
-                plgpu.barrier_wait(scratch.k_free.at[slot])
+                plgpu.barrier_wait(scratch.k_free.at[stage])
 
-            plgpu.copy_gmem_to_smem(k_ref.at[b, head, here], scratch.k.at[slot], scratch.k_ready.at[slot])
+            plgpu.copy_gmem_to_smem(k_ref.at[b, head, block], scratch.k.at[stage], scratch.k_ready.at[stage])
             if k_segments_ref is not None:
                 plgpu.copy_gmem_to_smem(
-                    k_segments_ref.at[b, here], scratch.k_segments.at[slot], scratch.k_ready.at[slot]
+                    k_segments_ref.at[b, block], scratch.k_segments.at[stage], scratch.k_ready.at[stage]
                 )
 
             @pl.when(step >= tile.stages)
             def wait_for_values() -> None:
-                plgpu.barrier_wait(scratch.v_free.at[slot])
+                plgpu.barrier_wait(scratch.v_free.at[stage])
 
-            plgpu.copy_gmem_to_smem(v_ref.at[b, head, here], scratch.v.at[slot], scratch.v_ready.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[b, head, block], scratch.v.at[stage], scratch.v_ready.at[stage])
 
         def drain(j: Index, _: None) -> None:
-            slot = lax.rem(j - begin, jnp.int32(tile.stages))
-            plgpu.barrier_wait(scratch.k_free.at[slot])
-            plgpu.barrier_wait(scratch.v_free.at[slot])
+            stage = lax.rem(j - begin, jnp.int32(tile.stages))
+            plgpu.barrier_wait(scratch.k_free.at[stage])
+            plgpu.barrier_wait(scratch.v_free.at[stage])
 
         lax.fori_loop(begin, end, fetch, None)
         # Every arrival on a barrier must be waited for before the kernel ends.
         lax.fori_loop(jnp.maximum(begin, end - tile.stages), end, drain, None)
 
-    @pl.when(worker < groups)
-    def compute() -> None:
-        plgpu.set_max_registers(_REGISTERS[groups][0], action="increase")
-        first = start + worker * _ROWS
-        here, q_ready = pl.ds(first, _ROWS), scratch.q_ready.at[worker]
-        plgpu.copy_gmem_to_smem(q_ref.at[b, here, n], scratch.q.at[worker], q_ready)
+    @pl.when(warpgroup < consumers)
+    def consume() -> None:
+        plgpu.set_max_registers(_REGISTERS[consumers][0], action="increase")
+        first = start + warpgroup * _ROWS
+        block, q_ready = pl.ds(first, _ROWS), scratch.q_ready.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[b, block, n], scratch.q.at[warpgroup], q_ready)
         if q_segments_ref is not None:
-            plgpu.copy_gmem_to_smem(q_segments_ref.at[b, here], scratch.q_segments.at[worker], q_ready)
+            plgpu.copy_gmem_to_smem(q_segments_ref.at[b, block], scratch.q_segments.at[warpgroup], q_ready)
         plgpu.barrier_wait(q_ready)
         if scratch.turn is not None:
-            pl.when(worker == 1)(lambda: _meet(scratch))
-        step = functools.partial(_step, scratch=scratch, begin=begin, first=first, spec=spec, machine=machine)
+            pl.when(warpgroup == 1)(lambda: _take_turns(scratch))
+        step = functools.partial(_step, scratch=scratch, begin=begin, first=first, spec=spec, ops=ops)
         shape = scratch.q.shape[1:]
-        nothing = (
-            machine.product(jnp.zeros(shape, jnp.float32)),
-            machine.rows(jnp.full(shape[:1], M_INIT, jnp.float32)),
-            machine.rows(jnp.zeros(shape[:1], jnp.float32)),
+        initial = (
+            ops.matmul_layout(jnp.zeros(shape, jnp.float32)),
+            ops.row_layout(jnp.full(shape[:1], M_INIT, jnp.float32)),
+            ops.row_layout(jnp.zeros(shape[:1], jnp.float32)),
         )
-        acc, m, l = loop(spans, step, nothing)
+        acc, m, l = loop(ranges, step, initial)
         if scratch.turn is not None:
-            pl.when(worker == 0)(lambda: _meet(scratch))
-        empty = l == 0
-        whole = jnp.where(empty, 1.0, l)
-        scratch.q[worker] = (acc / _across(whole, shape)).astype(out_ref.dtype)
-        scratch.lse[worker] = jnp.where(empty, EMPTY_LSE, m * LN_2 + jnp.log(whole))
+            pl.when(warpgroup == 0)(lambda: _take_turns(scratch))
+        fully_masked = l == 0
+        l = jnp.where(fully_masked, 1.0, l)
+        scratch.q[warpgroup] = (acc / _broadcast(l, shape, 0)).astype(out_ref.dtype)
+        scratch.lse[warpgroup] = jnp.where(fully_masked, MASKED_ROW_LSE, m * LN_2 + jnp.log(l))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.q.at[worker], out_ref.at[b, here, n])
-        plgpu.copy_smem_to_gmem(scratch.lse.at[worker], lse_ref.at[b, n, here])
+        plgpu.copy_smem_to_gmem(scratch.q.at[warpgroup], out_ref.at[b, block, n])
+        plgpu.copy_smem_to_gmem(scratch.lse.at[warpgroup], lse_ref.at[b, n, block])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -313,51 +325,48 @@ def _step(
     begin: Index,
     first: Index,
     spec: AttentionSpec,
-    machine: _Machine,
+    ops: _Ops,
 ) -> tuple[Array, Array, Array]:
     """Processes one tile of keys for the 64 queries of a consumer that start at `first`."""
     acc, m, l = carry
-    worker = lax.axis_index("group")
+    warpgroup = lax.axis_index("group")
     stages, keys = scratch.k.shape[:2]
-    slot = lax.rem(j - begin, jnp.int32(stages))
+    stage = lax.rem(j - begin, jnp.int32(stages))
 
-    def meet() -> None:
+    def take_turns() -> None:
         if scratch.turn is not None:
-            _meet(scratch)
+            _take_turns(scratch)
 
-    plgpu.barrier_wait(scratch.k_ready.at[slot])
+    plgpu.barrier_wait(scratch.k_ready.at[stage])
     shape = (_ROWS, keys)
-    bits = spec.bits(machine.scores(scratch.q.at[worker], scratch.k.at[slot], meet))
+    s = spec.base2_scores(ops.qk(scratch.q.at[warpgroup], scratch.k.at[stage], take_turns))
     if masked:
-        rows = first + machine.product(lax.broadcasted_iota(jnp.int32, shape, 0))
-        columns = j * keys + machine.product(lax.broadcasted_iota(jnp.int32, shape, 1))
+        rows = first + ops.matmul_layout(lax.broadcasted_iota(jnp.int32, shape, 0))
+        columns = j * keys + ops.matmul_layout(lax.broadcasted_iota(jnp.int32, shape, 1))
         row_segments = column_segments = None
         if scratch.q_segments is not None:
-            row_segments = _across(machine.rows(scratch.q_segments[worker]), shape)
-            column_segments = _down(machine.columns(scratch.k_segments[slot]), shape)
+            row_segments = _broadcast(ops.row_layout(scratch.q_segments[warpgroup]), shape, 0)
+            column_segments = _broadcast(ops.column_layout(scratch.k_segments[stage]), shape, 1)
             plgpu.commit_smem()  # fences the reads by the threads from the next TMA write
-        bits = jnp.where(spec.visible(rows, columns, row_segments, column_segments), bits, MASK_VALUE)
-    plgpu.barrier_arrive(scratch.k_free.at[slot])
-    new_m = jnp.maximum(m, bits.max(1))
-    weights = jnp.exp2(bits - _across(new_m, shape))
+        s = jnp.where(spec.mask(rows, columns, row_segments, column_segments), s, MASK_VALUE)
+    plgpu.barrier_arrive(scratch.k_free.at[stage])
+    new_m = jnp.maximum(m, s.max(1))
+    p = jnp.exp2(s - _broadcast(new_m, shape, 0))
     alpha = jnp.exp2(m - new_m)
-    acc = acc * _across(alpha, acc.shape)
-    l = l * alpha + weights.sum(1)
-    plgpu.barrier_wait(scratch.v_ready.at[slot])
-    meet()
-    acc = machine.add(acc, weights.astype(scratch.v.dtype), scratch.v.at[slot])
-    plgpu.barrier_arrive(scratch.v_free.at[slot])
+    acc = acc * _broadcast(alpha, acc.shape, 0)
+    l = l * alpha + p.sum(1)
+    plgpu.barrier_wait(scratch.v_ready.at[stage])
+    take_turns()
+    acc = ops.add_pv(acc, p.astype(scratch.v.dtype), scratch.v.at[stage])
+    plgpu.barrier_arrive(scratch.v_free.at[stage])
     return acc, new_m, l
 
 
-def _meet(scratch: _Scratch) -> None:
+def _take_turns(scratch: _Scratch) -> None:
     plgpu.barrier_arrive(scratch.turn)
     plgpu.barrier_wait(scratch.turn)
 
 
-def _across(x: Array, shape: tuple[int, ...]) -> Array:
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def _down(x: Array, shape: tuple[int, ...]) -> Array:
-    return lax.broadcast_in_dim(x, shape, [1])
+def _broadcast(x: Array, shape: tuple[int, ...], dim: int) -> Array:
+    """Broadcasts a vector along the other dimension of `shape`; its elements are indexed by dimension `dim`."""
+    return lax.broadcast_in_dim(x, shape, [dim])

@@ -19,20 +19,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jaxllm.kernels.flash.tile import (
-    EMPTY_LSE,
+from jaxllm.kernels.flash.common import (
     LN_2,
     LOG2_E,
     M_INIT,
     MASK_VALUE,
+    MASKED_ROW_LSE,
     AttentionSpec,
     Index,
     Inputs,
-    blocks_of,
+    Tile,
+    Tiles,
     compute_delta,
+    key_blocks,
     key_head,
+    query_blocks,
 )
-from jaxllm.kernels.flash.tile_sizes import Tile, Tiles
 
 LANES = 128
 
@@ -50,13 +52,13 @@ def forward(
     """
     q, k, v, q_segments, k_segments = inputs
     (B, T, N, H), G = q.shape, inputs.group
-    tile = _fit(tiles.forward, spec)
-    specs = _by_queries(spec, tile, G, H)
+    tile = _limit_tile(tiles.forward, spec)
+    specs = _query_grid_specs(spec, tile, G, H)
     out, lse = _call(
         functools.partial(_forward_kernel, spec=spec, tile=tile),
         interpret,
         name="flash_attention",
-        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(spec, tile)),
+        grid=(B, N, pl.cdiv(T, tile.queries), _max_key_blocks(spec, tile)),
         in_specs=[specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)],
         out_specs=[specs.queries, specs.statistics],
         out_shape=[jax.ShapeDtypeStruct((B, N, T, H), v.dtype), jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)],
@@ -83,13 +85,13 @@ def backward(
         *(d_out.swapaxes(1, 2), lse[:, :, None], delta[:, :, None]),
     )
 
-    tile = _fit(tiles.dq, spec)
-    specs = _by_queries(spec, tile, G, H)
+    tile = _limit_tile(tiles.dq, spec)
+    specs = _query_grid_specs(spec, tile, G, H)
     (dq,) = _call(
         functools.partial(_dq_kernel, spec=spec, tile=tile),
         interpret,
         name="flash_attention_dq",
-        grid=(B, N, pl.cdiv(T, tile.queries), _most_keys(spec, tile)),
+        grid=(B, N, pl.cdiv(T, tile.queries), _max_key_blocks(spec, tile)),
         in_specs=[
             *(specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)),
             *(specs.queries, specs.statistics, specs.statistics),
@@ -99,13 +101,13 @@ def backward(
         scratch_shapes=_scratch(tile, H),
     )(*operands)
 
-    tile = _fit(tiles.dkv, spec)
-    specs = _by_keys(spec, tile, G, H)
+    tile = _limit_tile(tiles.dkv, spec)
+    specs = _key_grid_specs(spec, tile, G, H)
     dk, dv = _call(
-        functools.partial(_dkv_kernel, spec=spec, tile=tile, steps=_most_queries(spec, tile)),
+        functools.partial(_dkv_kernel, spec=spec, tile=tile, steps=_max_query_blocks(spec, tile)),
         interpret,
         name="flash_attention_dkv",
-        grid=(B, K, pl.cdiv(S, tile.keys), G * _most_queries(spec, tile)),
+        grid=(B, K, pl.cdiv(S, tile.keys), G * _max_query_blocks(spec, tile)),
         in_specs=[
             *(specs.queries, specs.keys, specs.keys, *_segment_specs(q_segments, specs)),
             *(specs.queries, specs.statistics, specs.statistics),
@@ -129,7 +131,7 @@ def _scratch(tile: Tile, head_dim: int) -> Sequence[Any]:
     ]
 
 
-class _Specs:
+class _BlockSpecs:
     """Block specs of a grid: for [B, heads, length, H], [B, N, 1, T] and segments [B, 1, length] arrays."""
 
     def __init__(self, tile: Tile, head_dim: int, query: Callable[..., Any], key: Callable[..., Any]) -> None:
@@ -154,25 +156,25 @@ class _Specs:
         self.key_segments = pl.BlockSpec((None, 1, tile.keys), lambda b, *step: (b, 0, key(*step)[1]))
 
 
-def _by_queries(spec: AttentionSpec, tile: Tile, group: int, head_dim: int) -> _Specs:
+def _query_grid_specs(spec: AttentionSpec, tile: Tile, group: int, head_dim: int) -> _BlockSpecs:
     def key(n: Index, i: Index, j: Index) -> tuple[Index, Index]:
-        low, m = _key_tiles(spec, tile, i)
-        return key_head(n, group), _clamp(low + j, m)
+        low, end = key_blocks(spec, i * tile.queries, tile)
+        return key_head(n, group), _clamp(low + j, end)
 
-    return _Specs(tile, head_dim, lambda n, i, j: (n, i), key)
+    return _BlockSpecs(tile, head_dim, lambda n, i, j: (n, i), key)
 
 
-def _by_keys(spec: AttentionSpec, tile: Tile, group: int, head_dim: int) -> _Specs:
-    steps = _most_queries(spec, tile)
+def _key_grid_specs(spec: AttentionSpec, tile: Tile, group: int, head_dim: int) -> _BlockSpecs:
+    steps = _max_query_blocks(spec, tile)
 
     def query(h: Index, j: Index, step: Index) -> tuple[Index, Index]:
-        low, m = _query_tiles(spec, tile, j)
-        return h * group + lax.div(step, steps), _clamp(low + lax.rem(step, steps), m)
+        low, end = query_blocks(spec, j * tile.keys, tile)
+        return h * group + lax.div(step, steps), _clamp(low + lax.rem(step, steps), end)
 
-    return _Specs(tile, head_dim, query, lambda h, j, step: (h, j))
+    return _BlockSpecs(tile, head_dim, query, lambda h, j, step: (h, j))
 
 
-def _segment_specs(segments: Array | None, specs: _Specs) -> tuple[pl.BlockSpec | None, pl.BlockSpec | None]:
+def _segment_specs(segments: Array | None, specs: _BlockSpecs) -> tuple[pl.BlockSpec | None, pl.BlockSpec | None]:
     return (None, None) if segments is None else (specs.query_segments, specs.key_segments)
 
 
@@ -180,35 +182,21 @@ def _row(segments: Array | None) -> Array | None:
     return None if segments is None else segments[:, None]
 
 
-def _fit(tile: Tile, spec: AttentionSpec) -> Tile:
+def _limit_tile(tile: Tile, spec: AttentionSpec) -> Tile:
     """Limits the tile to the sequence lengths, rounded up to multiples of 128 lanes."""
     lengths = zip((tile.queries, tile.keys), (spec.queries, spec.keys), strict=True)
     return Tile(*(min(size, pl.cdiv(length, LANES) * LANES) for size, length in lengths))
 
 
-def _key_tiles(spec: AttentionSpec, tile: Tile, i: Index) -> tuple[Index, Index]:
-    start = i * tile.queries
-    end = start + tile.queries
-    end = min(end, spec.queries) if isinstance(end, int) else jnp.minimum(end, spec.queries)
-    return blocks_of(spec.keys_of(start, end), tile.keys)
-
-
-def _query_tiles(spec: AttentionSpec, tile: Tile, j: Index) -> tuple[Index, Index]:
-    start = j * tile.keys
-    end = start + tile.keys
-    end = min(end, spec.keys) if isinstance(end, int) else jnp.minimum(end, spec.keys)
-    return blocks_of(spec.queries_of(start, end), tile.queries)
-
-
-def _most_keys(spec: AttentionSpec, tile: Tile) -> int:
+def _max_key_blocks(spec: AttentionSpec, tile: Tile) -> int:
     """Returns the steps of the innermost grid dimension: at least one, because the last step writes the output."""
-    spans = (_key_tiles(spec, tile, i) for i in range(pl.cdiv(spec.queries, tile.queries)))
-    return max(1, *(int(m - low) for low, m in spans))
+    ranges = (key_blocks(spec, i * tile.queries, tile) for i in range(pl.cdiv(spec.queries, tile.queries)))
+    return max(1, *(int(end - low) for low, end in ranges))
 
 
-def _most_queries(spec: AttentionSpec, tile: Tile) -> int:
-    spans = (_query_tiles(spec, tile, j) for j in range(pl.cdiv(spec.keys, tile.keys)))
-    return max(1, *(int(m - low) for low, m in spans))
+def _max_query_blocks(spec: AttentionSpec, tile: Tile) -> int:
+    ranges = (query_blocks(spec, j * tile.keys, tile) for j in range(pl.cdiv(spec.keys, tile.keys)))
+    return max(1, *(int(end - low) for low, end in ranges))
 
 
 def _clamp(block: Index, end: Index) -> Index:
@@ -237,7 +225,7 @@ def _forward_kernel(
     tile: Tile,
 ) -> None:
     i, j = pl.program_id(2), pl.program_id(3)
-    low, end = _key_tiles(spec, tile, i)
+    low, end = key_blocks(spec, i * tile.queries, tile)
 
     @pl.when(j == 0)
     def begin() -> None:
@@ -249,26 +237,26 @@ def _forward_kernel(
 
     @pl.when(low + j < end)
     def step() -> None:
-        v = _clean(v_ref[...], (low + j) * tile.keys, spec.keys)
-        bits = spec.bits(_dot(q_ref[...], k_ref[...], (1, 1)))
-        mask = _visible(spec, tile, i, low + j, segments_ref, k_segments_ref)
-        bits = jnp.where(mask, bits, MASK_VALUE)
+        v = _zero_past_end(v_ref[...], (low + j) * tile.keys, spec.keys)
+        s = spec.base2_scores(_dot(q_ref[...], k_ref[...], (1, 1)))
+        mask = _tile_mask(spec, tile, i, low + j, segments_ref, k_segments_ref)
+        s = jnp.where(mask, s, MASK_VALUE)
         m = m_ref[:, :1]
-        new_m = jnp.maximum(m, bits.max(1, keepdims=True))
-        weights = jnp.exp2(bits - new_m)
+        new_m = jnp.maximum(m, s.max(1, keepdims=True))
+        p = jnp.exp2(s - new_m)
         alpha = jnp.exp2(m - new_m)
-        acc_ref[...] = acc_ref[...] * alpha + _dot(weights.astype(v.dtype), v, (1, 0))
+        acc_ref[...] = acc_ref[...] * alpha + _dot(p.astype(v.dtype), v, (1, 0))
         m_ref[...] = jnp.broadcast_to(new_m, m_ref.shape)
-        l = l_ref[:, :1] * alpha + weights.sum(1, keepdims=True)
+        l = l_ref[:, :1] * alpha + p.sum(1, keepdims=True)
         l_ref[...] = jnp.broadcast_to(l, l_ref.shape)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:
         l = l_ref[...]
-        empty = l == 0
-        whole = jnp.where(empty, 1.0, l)
-        out_ref[...] = (acc_ref[...] / whole[:, :1]).astype(out_ref.dtype)
-        lse = jnp.where(empty, EMPTY_LSE, m_ref[...] * LN_2 + jnp.log(whole))
+        fully_masked = l == 0
+        l = jnp.where(fully_masked, 1.0, l)
+        out_ref[...] = (acc_ref[...] / l[:, :1]).astype(out_ref.dtype)
+        lse = jnp.where(fully_masked, MASKED_ROW_LSE, m_ref[...] * LN_2 + jnp.log(l))
         lse_ref[...] = lse.T[:1]
 
 
@@ -283,34 +271,34 @@ def _dq_kernel(
     delta_ref: Any,
     dq_ref: Any,
     acc_ref: Any,
-    m_ref: Any,
-    lost_ref: Any,
+    lse_column_ref: Any,
+    delta_column_ref: Any,
     segments_ref: Any,
     *,
     spec: AttentionSpec,
     tile: Tile,
 ) -> None:
     i, j = pl.program_id(2), pl.program_id(3)
-    low, end = _key_tiles(spec, tile, i)
+    low, end = key_blocks(spec, i * tile.queries, tile)
 
     @pl.when(j == 0)
     def begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        m_ref[...] = _column(lse_ref[...] * LOG2_E)
-        lost_ref[...] = _column(delta_ref[...])
+        lse_column_ref[...] = _column(lse_ref[...] * LOG2_E)
+        delta_column_ref[...] = _column(delta_ref[...])
         if q_segments_ref is not None:
             segments_ref[...] = _column(q_segments_ref[...])
 
     @pl.when(low + j < end)
     def step() -> None:
-        k = _clean(k_ref[...], (low + j) * tile.keys, spec.keys)
-        bits = spec.bits(_dot(q_ref[...], k, (1, 1)))
-        mask = _visible(spec, tile, i, low + j, segments_ref, k_segments_ref)
-        weights = jnp.exp2(jnp.where(mask, bits, MASK_VALUE) - m_ref[:, :1])
-        products = _dot(d_out_ref[...], v_ref[...], (1, 1)) - lost_ref[:, :1]
+        k = _zero_past_end(k_ref[...], (low + j) * tile.keys, spec.keys)
+        s = spec.base2_scores(_dot(q_ref[...], k, (1, 1)))
+        mask = _tile_mask(spec, tile, i, low + j, segments_ref, k_segments_ref)
+        p = jnp.exp2(jnp.where(mask, s, MASK_VALUE) - lse_column_ref[:, :1])
+        dp_minus_delta = _dot(d_out_ref[...], v_ref[...], (1, 1)) - delta_column_ref[:, :1]
         # Values read past the end are undefined.
-        scores = jnp.where(mask, spec.slope(bits, weights * products), 0.0)
-        acc_ref[...] += _dot(scores.astype(k.dtype), k, (1, 0))
+        ds = jnp.where(mask, spec.softcap_backward(s, p * dp_minus_delta), 0.0)
+        acc_ref[...] += _dot(ds.astype(k.dtype), k, (1, 0))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish() -> None:
@@ -336,11 +324,11 @@ def _dkv_kernel(
     tile: Tile,
     steps: int,
 ) -> None:
-    j, step_of_all = pl.program_id(2), pl.program_id(3)
-    low, end = _query_tiles(spec, tile, j)
-    i = low + lax.rem(step_of_all, steps)
+    j, step_index = pl.program_id(2), pl.program_id(3)
+    low, end = query_blocks(spec, j * tile.keys, tile)
+    i = low + lax.rem(step_index, steps)
 
-    @pl.when(step_of_all == 0)
+    @pl.when(step_index == 0)
     def begin() -> None:
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
@@ -350,23 +338,23 @@ def _dkv_kernel(
     @pl.when(i < end)
     def step() -> None:
         # Scores are [keys, queries], so lse and delta can stay rows.
-        q = _clean(q_ref[...], i * tile.queries, spec.queries)
-        d_out = _clean(d_out_ref[...], i * tile.queries, spec.queries)
-        bits = spec.bits(_dot(k_ref[...], q, (1, 1)))
-        mask = _visible(spec, tile, i, j, q_segments_ref, segments_ref, transposed=True)
-        weights = jnp.where(mask, jnp.exp2(jnp.where(mask, bits, MASK_VALUE) - lse_ref[...] * LOG2_E), 0.0)
-        dv_acc_ref[...] += _dot(weights.astype(d_out.dtype), d_out, (1, 0))
-        products = _dot(v_ref[...], d_out, (1, 1)) - delta_ref[...]
-        scores = jnp.where(mask, spec.slope(bits, weights * products), 0.0)
-        dk_acc_ref[...] += _dot(scores.astype(q.dtype), q, (1, 0))
+        q = _zero_past_end(q_ref[...], i * tile.queries, spec.queries)
+        d_out = _zero_past_end(d_out_ref[...], i * tile.queries, spec.queries)
+        s = spec.base2_scores(_dot(k_ref[...], q, (1, 1)))
+        mask = _tile_mask(spec, tile, i, j, q_segments_ref, segments_ref, transposed=True)
+        p = jnp.where(mask, jnp.exp2(jnp.where(mask, s, MASK_VALUE) - lse_ref[...] * LOG2_E), 0.0)
+        dv_acc_ref[...] += _dot(p.astype(d_out.dtype), d_out, (1, 0))
+        dp_minus_delta = _dot(v_ref[...], d_out, (1, 1)) - delta_ref[...]
+        ds = jnp.where(mask, spec.softcap_backward(s, p * dp_minus_delta), 0.0)
+        dk_acc_ref[...] += _dot(ds.astype(q.dtype), q, (1, 0))
 
-    @pl.when(step_of_all == pl.num_programs(3) - 1)
+    @pl.when(step_index == pl.num_programs(3) - 1)
     def finish() -> None:
         dk_ref[...] = (dk_acc_ref[...] * spec.scale).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
 
 
-def _visible(
+def _tile_mask(
     spec: AttentionSpec,
     tile: Tile,
     i: Index,
@@ -384,11 +372,11 @@ def _visible(
     rows = i * tile.queries + lax.broadcasted_iota(jnp.int32, shape, down)
     columns = j * tile.keys + lax.broadcasted_iota(jnp.int32, shape, along)
     if row_segments is None or column_segments is None:
-        mask = spec.visible(rows, columns, None, None)
+        mask = spec.mask(rows, columns, None, None)
     elif transposed:
-        mask = spec.visible(rows, columns, row_segments[...], column_segments[:, :1])
+        mask = spec.mask(rows, columns, row_segments[...], column_segments[:, :1])
     else:
-        mask = spec.visible(rows, columns, row_segments[:, :1], column_segments[...])
+        mask = spec.mask(rows, columns, row_segments[:, :1], column_segments[...])
     return mask & (rows < spec.queries) if spec.queries % tile.queries else mask
 
 
@@ -397,7 +385,7 @@ def _column(row: Array) -> Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-def _clean(rows: Array, first: Index, length: int) -> Array:
+def _zero_past_end(rows: Array, first: Index, length: int) -> Array:
     """Zeroes rows past the end, whose undefined values could be NaN or infinite and survive a zero weight."""
     if length % rows.shape[0] == 0:
         return rows

@@ -29,9 +29,8 @@ from jaxllm.ledger.formula.exact.block_graph import BLOCK_INPUT, Block, block, k
 from jaxllm.ledger.formula.exact.layout import NO_LORA, Lora
 from jaxllm.ledger.formula.exact.optimizer_slots import total_elements
 from jaxllm.ledger.formula.exact.run import FLOAT32, Layout, TrainingRun
-from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.model.adapter_specs import adapter_specs
-from jaxllm.model.specs import ParamSpec, cache_slots, param_specs
+from jaxllm.model.specs import ParamSpec, cache_slots, leaves, param_specs
 
 # Convention of `Work.flops`, printed with the figures.
 EXECUTED = "executed: recomputation and masked pairs of attention included"

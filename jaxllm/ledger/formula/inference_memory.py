@@ -10,9 +10,8 @@ from jaxllm.ledger.formula.exact.formats import ITEMSIZE as ITEMSIZE
 from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.formula.fitted.infer import tpu as inference_tpu
 from jaxllm.ledger.formula.fitted.infer.workspaces import workspace_rows
-from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Ledger, Row
-from jaxllm.model.specs import cache_slots, cache_specs, param_specs
+from jaxllm.model.specs import cache_slots, cache_specs, leaves, param_specs
 
 # Bytes per sequence of the decode state, besides the mask of tokens seen: length, finish reason, next token, generated
 # tokens and their limit (int32), 16 end ids, six sampling parameters, a two-word PRNG key, and a flag.

@@ -10,22 +10,15 @@ compiled program is evidence.
 
 from collections.abc import Iterator
 
-import jax
-
 from jaxllm.config import Architecture, Config
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.exact.state import state_rows
 from jaxllm.ledger.formula.fitted.train import cpu, gpu, tpu
 from jaxllm.ledger.rows import HOST, Ledger, Row
-from jaxllm.model.specs import ParamSpec, is_spec
 
 # Rules for the memory of a step beside the state: one row per array and phase in which it is alive.
 _PLATFORMS = {"cpu": cpu, "gpu": gpu, "tpu": tpu}
-
-
-def leaves(specs: object) -> list[ParamSpec]:
-    return jax.tree.leaves(specs, is_leaf=is_spec)
 
 
 def training(model: Architecture, config: Config, policy_name: str, platform: str = "cpu") -> Ledger:

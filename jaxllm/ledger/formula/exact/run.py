@@ -115,12 +115,8 @@ class TrainingRun:
 
     @functools.cached_property
     def group_size(self) -> int:
-        """Repeats of the layer pattern per `sqrt` group: the divisor of `repeats` nearest its root; otherwise 1."""
-        repeats = self.model.repeats
-        if self.remat.kind != "sqrt" or not repeats:
-            return 1
-        divisors = (size for size in range(1, repeats + 1) if repeats % size == 0)
-        return min(divisors, key=lambda size: abs(math.log(size / math.sqrt(repeats))))
+        """Repeats of the layer pattern per `sqrt` group; otherwise 1."""
+        return remat_policy.group_size(self.model.repeats, self.remat)
 
     def total(self, quantity: Quantity, *groups: str, trained: bool = False) -> Count:
         """Returns the elements on one device of all arrays, or of those of some groups.

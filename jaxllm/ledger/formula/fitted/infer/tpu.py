@@ -15,9 +15,8 @@ from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.formula.fitted.infer.forward_pass import Array, size_of
 from jaxllm.ledger.formula.fitted.infer.tpu_attention import attention
 from jaxllm.ledger.formula.fitted.infer.tpu_pass import Prefill, array, cache_arrays
-from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.ledger.rows import PERSISTENT, PREFILL, Row
-from jaxllm.model.specs import param_specs
+from jaxllm.model.specs import leaves, param_specs
 
 _BFLOAT16 = 2
 # Arrays of logits while a token is sampled, as in decoding.

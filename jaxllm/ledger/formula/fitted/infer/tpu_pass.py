@@ -14,8 +14,7 @@ from jaxllm.config import Architecture
 from jaxllm.ledger.formula.exact import formats, tpu_tiles
 from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.formula.fitted.infer.forward_pass import Array
-from jaxllm.ledger.formula.training_memory import leaves
-from jaxllm.model.specs import cache_slots, cache_specs
+from jaxllm.model.specs import cache_slots, cache_specs, leaves
 
 # Layers per pattern from which on arrays of its other layers fill vector memory.
 _LONG = 3

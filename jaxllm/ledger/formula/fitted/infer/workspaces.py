@@ -17,9 +17,8 @@ from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.formula.fitted.infer import cpu as inference_cpu
 from jaxllm.ledger.formula.fitted.infer import tpu as inference_tpu
 from jaxllm.ledger.formula.fitted.infer.forward_pass import SLICED_WEIGHTS, Pass
-from jaxllm.ledger.formula.training_memory import leaves
 from jaxllm.ledger.rows import DECODE, PREFILL, Row
-from jaxllm.model.specs import cache_specs, param_specs
+from jaxllm.model.specs import cache_specs, leaves, param_specs
 
 # Float32 elements per sequence and vocabulary entry while a token is sampled: sorted logits, order, noise, masks.
 _CHOICE = 8
