@@ -15,7 +15,7 @@ from jaxllm import architectures
 from jaxllm.config import Config
 from jaxllm.hardware import detect
 from jaxllm.ledger.report import page
-from jaxllm.ledger.report.page import form, sources
+from jaxllm.ledger.report.page import form, sources, standins
 from jaxllm.ledger.request import BillRequest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -62,13 +62,13 @@ def settings(count: int) -> list[dict[str, str]]:
     return made
 
 
-def in_browser(rendered: str, asked: list[dict[str, str]], folder: pathlib.Path) -> list[dict]:
-    """Returns the page's answers to these texts, requested as its form does."""
-    script = f"""<pre id="told"></pre><script>
-    const asked = {json.dumps(asked)}, place = byId("told");
+def in_browser(rendered: str, inputs: list[dict[str, str]], folder: pathlib.Path) -> list[dict]:
+    """Returns the bills that the page computes for these texts, as its form does."""
+    script = f"""<pre id="computed"></pre><script>
+    const inputs = {json.dumps(inputs)}, place = byId("computed");
     try {{
       boot();
-      place.textContent = "[" + asked.map(texts => answerOf(JSON.stringify(texts), "both")).join(",") + "]";
+      place.textContent = "[" + inputs.map(texts => compute(JSON.stringify(texts), "both")).join(",") + "]";
     }} catch (error) {{
       place.textContent = "failed: " + (__BRYTHON__.error_trace?.(error) ?? error) + error.stack;
     }}
@@ -77,7 +77,7 @@ def in_browser(rendered: str, asked: list[dict[str, str]], folder: pathlib.Path)
     path.write_text(rendered.replace("</body>", script + "</body>"))
     command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True)
-    found = re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.DOTALL)
+    found = re.search(r'<pre id="computed">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]
     text = html.unescape(found[1])
     assert text.startswith("["), text[:4000]
@@ -92,32 +92,43 @@ def rendered() -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-def test_the_page_tells_what_python_tells(rendered, tmp_path):
-    asked = settings(96)
-    started = form.start(request(), "h100")
-    expected = [form.answer(started, texts) for texts in asked]
-    trained = [answer["train"] for answer in expected if "error" not in answer["train"]]
-    oom_message = {answer["train"]["error"] for answer in expected if "error" in answer["train"]}
+def test_the_page_computes_what_python_computes(rendered, tmp_path):
+    inputs = settings(96)
+    initial = form.initial_state(request(), "h100")
+    expected = [form.compute(initial, texts) for texts in inputs]
+    trained = [bills["train"] for bills in expected if "error" not in bills["train"]]
+    oom_message = {bills["train"]["error"] for bills in expected if "error" in bills["train"]}
     assert len(trained) >= 40
     assert len(oom_message) >= 5
-    told = in_browser(rendered, asked, tmp_path)
-    assert len(told) == len(asked)
-    for texts, answer, wanted in zip(asked, told, expected, strict=True):
-        assert answer == json.loads(json.dumps(wanted)), texts
-    # The comparison can fail: another setting has another answer.
-    assert told[0] != json.loads(json.dumps(expected[1]))
+    computed = in_browser(rendered, inputs, tmp_path)
+    assert len(computed) == len(inputs)
+    for texts, bills, wanted in zip(inputs, computed, expected, strict=True):
+        assert bills == json.loads(json.dumps(wanted)), texts
+    # The comparison can fail: another setting has other bills.
+    assert computed[0] != json.loads(json.dumps(expected[1]))
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 def test_a_changed_formula_changes_the_page(rendered, tmp_path):
     """The page stores no figures: with another formula in its source it shows another peak."""
-    started = form.start(request(), "h100")
+    initial = form.initial_state(request(), "h100")
     was = "_STATE_BYTES = 4 + 8"
     assert rendered.count(was) == 1
-    (told,) = in_browser(rendered.replace(was, "_STATE_BYTES = 4 + 9"), [started["texts"]], tmp_path)
-    wanted = form.answer(started, started["texts"])
-    assert told["train"]["peak_bytes_per_device"] == wanted["train"]["peak_bytes_per_device"] + 1
-    assert told["infer"] == json.loads(json.dumps(wanted["infer"]))
+    (computed,) = in_browser(rendered.replace(was, "_STATE_BYTES = 4 + 9"), [initial["texts"]], tmp_path)
+    wanted = form.compute(initial, initial["texts"])
+    assert computed["train"]["peak_bytes_per_device"] == wanted["train"]["peak_bytes_per_device"] + 1
+    assert computed["infer"] == json.loads(json.dumps(wanted["infer"]))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_the_page_computes_bills_of_this_machine(tmp_path):
+    pytest.importorskip("brython", reason="the extra plots is not installed")
+    local = request("auto")
+    initial = form.initial_state(local, "auto")
+    inputs = [initial["texts"], initial["texts"] | {"config.optimizer.name": "muon", "config.train.batch_size": "3"}]
+    expected = [form.compute(initial, texts) for texts in inputs]
+    assert all("error" not in bills["train"] for bills in expected)
+    assert in_browser(page.render(local, "auto", "both"), inputs, tmp_path) == json.loads(json.dumps(expected))
 
 
 def test_the_page_needs_no_network(rendered):
@@ -148,7 +159,7 @@ class A:
 def g(x: np.ndarray) -> None:
     """Only a docstring."""
 '''
-LIGHTER = """
+STRIPPED = """
 import numpy as np
 import math
 class A:
@@ -156,16 +167,47 @@ class A:
     def f(self, y):
         z = math.pi
         return z
-    __fields__ = {'x': np.ndarray}
+    __annotations__ = {'x': np.ndarray}
 def g(x):
     pass
 """
 
 
 def test_sources_lose_annotations_and_keep_fields():
-    assert ast.dump(sources.lighter(SOURCE)) == ast.dump(ast.parse(LIGHTER))
+    assert ast.dump(sources.stripped(SOURCE)) == ast.dump(ast.parse(STRIPPED))
     unused = "import numpy as np\ndef g(x: np.ndarray):\n    return x\n"
-    assert ast.unparse(sources.lighter(unused)) == "def g(x):\n    return x"
+    assert ast.unparse(sources.stripped(unused)) == "def g(x):\n    return x"
+    exported = "from numpy import array as array\n__all__ = ['array']"
+    assert ast.unparse(sources.stripped(exported)) == exported
+
+
+RECORDS = """
+import dataclasses, typing
+class Row(typing.NamedTuple):
+    name: str
+    size: int = 2
+    @property
+    def text(self):
+        return f"{self.name} {self.size}"
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Bill:
+    row: Row
+    names: list[str] = dataclasses.field(default_factory=list)
+bill = Bill(Row("a"))
+result = [
+    bill.row.text, Row("b")._replace(size=3).text, Row("a") == ("a", 2), {Row("a"): 1}[Row("a")], Row._fields,
+    dataclasses.replace(bill, names=["x"]).names, dataclasses.asdict(bill), bill == Bill(Row("a")),
+    [field.name for field in dataclasses.fields(Bill)],
+]
+"""
+
+
+def test_records_of_the_page_behave_like_pythons():
+    ours: dict = {"__name__": "page", "dataclasses": standins, "typing": standins}
+    exec(ast.unparse(sources.stripped(RECORDS)).replace("import dataclasses, typing", ""), ours)
+    original: dict = {"__name__": "page"}
+    exec(RECORDS, original)
+    assert repr(ours["result"]) == repr(original["result"])
 
 
 def test_the_page_carries_the_closed_forms_and_no_program():

@@ -1,8 +1,8 @@
 """Self-contained HTML page of a bill: figures, plots, and a form that recomputes them offline.
 
 The page embeds the installed sources of the closed forms (`page.sources`) and runs them with Brython, a Python
-implementation in JavaScript, on the small stand-ins of `page.standins`. No formula is duplicated: a change here appears
-in the next page. Both Python here and the browser run `page.form`.
+implementation in JavaScript. What Brython's library does not serve is in `page.standins`. No formula is duplicated: a
+changed formula appears in the next page. Both Python here and the browser run `page.form`.
 """
 
 import html
@@ -22,42 +22,49 @@ from jaxllm.ledger.report.page import form, sources
 from jaxllm.ledger.request import TASKS, BillRequest
 
 _ASSETS = pathlib.Path(__file__).parent / "assets"
-# Modules of Brython's library to embed; all others that the closed forms import are in `page.standins`.
-_LIBRARY = ("math", "sys")
+# Modules of Brython's library that the closed forms import, and those that they import in turn.
+_LIBRARY = (
+    *("_collections", "_collections_abc", "_functools", "_json", "_operator", "_py_abc", "_thread", "_weakref"),
+    *("_weakrefset", "abc", "bisect", "collections", "difflib", "enum", "functools", "heapq", "itertools", "keyword"),
+    *("math", "operator", "python_re", "re", "reprlib", "sys", "types"),
+)
+# Imported by difflib for its colours.
+_UNUSED = "_colorize"
 
 
-def render(asked: BillRequest, device_name: str, task: str) -> str:
+def render(bill_request: BillRequest, device_name: str, task: str) -> str:
     """Returns the HTML of the page. The same request gives the same bytes.
 
     Args:
-      asked: request that fills the form at first.
+      bill_request: request that fills the form at first.
       device_name: value of `--device`.
       task: train, infer or both; selects what the page shows first.
     Raises:
       UserError: Brython is not installed, or a bill of `task` cannot be computed.
     """
     runtime = _brython()
-    started = form.start(asked, device_name)
-    first = form.answer(started, started["texts"])
+    initial = form.initial_state(bill_request, device_name)
+    first = form.compute(initial, initial["texts"])
     wanted = TASKS if task == "both" else (task,)
     for error in (first[name]["error"] for name in wanted if "error" in first[name]):
         raise UserError(error)
-    modules, absent = sources.embedded()
+    modules, imported = sources.embedded()
+    library = _library(runtime)
     program = {
         "modules": modules,
-        "absent": absent,
+        "absent": [_UNUSED, *(name for name in imported if name.split(".")[0] not in library)],
         "standins": sources.standins(),
-        "library": _library(runtime),
+        "library": library,
         "jax_version": jax.__version_info__,
         "environment": {name: os.environ[name] for name in devices.FRACTION_VARIABLES if name in os.environ},
         "form": sources.FORM,
     }
-    data = {"started": started, "first": first, "task": task, "groups": list(view.GROUPS), "colours": view.COLOURS}
+    data = {"initial": initial, "first": first, "task": task, "groups": list(view.GROUPS), "colours": view.COLOURS}
     pieces = {
         "title": html.escape(f"{first[wanted[0]]['model']}: what it needs"),
         "style": (_ASSETS / "page.css").read_text(),
         "script": (_ASSETS / "page.js").read_text(),
-        "form": _controls(started["texts"]),
+        "form": _controls(initial["texts"]),
         "data": _inline(json.dumps(data)),
         "program": _inline(json.dumps(program)),
         "brython": (runtime / "brython.js").read_text().replace("</script", "<\\/script"),

@@ -1,4 +1,4 @@
-"""Form of the HTML page and its answers by the closed forms; runs in Python here and in the browser."""
+"""The form of the HTML page, and the bills for its values; runs in Python here and in the browser."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -70,29 +70,29 @@ FORM: dict[str, tuple[Field, ...]] = {
 }
 
 
-def start(asked: BillRequest, device_name: str) -> dict[str, Any]:
+def initial_state(bill_request: BillRequest, device_name: str) -> dict[str, Any]:
     """Returns the initial state of the page as JSON: the configuration, the device if local, and the form's values.
 
     Args:
-      asked: request that fills the form.
+      bill_request: request that fills the form.
       device_name: value of `--device`. With `auto` the form shows `this machine`, and the page embeds its figures.
     """
     here = device_name not in detect.DEVICES
     flags = {
         "device": HERE if here else device_name,
-        "count": request.count_of(asked),
-        "batch": asked.batch,
-        "context": request.context_of(asked),
-        "weights": asked.weights,
-        "cache": asked.cache,
+        "count": request.count_of(bill_request),
+        "batch": bill_request.batch,
+        "context": request.context_of(bill_request),
+        "weights": bill_request.weights,
+        "cache": bill_request.cache,
     }
-    held = overrides.field_paths(asked.config)
+    values = overrides.field_paths(bill_request.config)
     names = [field.name for fields in FORM.values() for field in fields]
     return {
-        "config": overrides.to_dict(asked.config),
-        "machine": _machine_json(asked.device) if here else None,
-        "chunk": asked.chunk,
-        "texts": {name: str(flags[name] if name in flags else held[name.removeprefix("config.")]) for name in names},
+        "config": overrides.to_dict(bill_request.config),
+        "machine": _machine_json(bill_request.device) if here else None,
+        "chunk": bill_request.chunk,
+        "texts": {name: str(flags[name] if name in flags else values[name.removeprefix("config.")]) for name in names},
     }
 
 
@@ -101,19 +101,19 @@ def _machine_json(device: Device) -> dict[str, Any]:
     return figures | {"compile_target": None, "peak_flops": dict(device.peak_flops)}
 
 
-def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> BillRequest:
+def to_request(initial: Mapping[str, Any], texts: Mapping[str, str]) -> BillRequest:
     """Returns the request for the form's values on top of the initial state.
 
     Overrides of model dimensions apply only to the model they were written for; selecting another model drops them.
 
     Args:
-      started: initial state, from `start`.
+      initial: initial state, from `initial_state`.
       texts: control name -> text.
     Raises:
       UserError: a value is invalid for its field, or the device is unknown.
     """
     values = {field.name: _parsed(field, texts[field.name]) for fields in FORM.values() for field in fields}
-    tree = {name: dict(node) if isinstance(node, dict) else node for name, node in started["config"].items()}
+    tree = {name: dict(node) if isinstance(node, dict) else node for name, node in initial["config"].items()}
     if values["config.model.name"] != tree["model"]["name"]:
         tree["model"] = {}
     for name, value in values.items():
@@ -121,10 +121,10 @@ def asked(started: Mapping[str, Any], texts: Mapping[str, str]) -> BillRequest:
             section, field = name.removeprefix("config.").split(".")
             tree[section][field] = value
     name = texts["device"]
-    device = Device(**started["machine"]) if name == HERE and started["machine"] else detect.by_name(name)
+    device = Device(**initial["machine"]) if name == HERE and initial["machine"] else detect.by_name(name)
     count, batch, context = (int(texts[flag]) for flag in ("count", "batch", "context"))
-    held = (texts["weights"], texts["cache"])
-    return BillRequest(overrides.from_dict(tree), device, count, batch, context, started["chunk"], *held)
+    dtypes = (texts["weights"], texts["cache"])
+    return BillRequest(overrides.from_dict(tree), device, count, batch, context, initial["chunk"], *dtypes)
 
 
 def _parsed(field: Field, text: str) -> int | str:
@@ -144,45 +144,45 @@ def _flag(field: Field) -> str:
     return field.name if field.name.startswith("config.") else f"--{field.name}"
 
 
-def answer(started: Mapping[str, Any], texts: Mapping[str, str], task: str = "both") -> dict[str, Any]:
+def compute(initial: Mapping[str, Any], texts: Mapping[str, str], task: str = "both") -> dict[str, Any]:
     """Returns each requested task's bill as JSON, or {"error": one line}, and the comparison if both succeed.
 
     Args:
-      started: initial state, from `start`.
+      initial: initial state, from `initial_state`.
       texts: control name -> text.
       task: train | infer | both.
     """
     tasks = TASKS if task == "both" else (task,)
     try:
-        made = asked(started, texts)
+        bill_request = to_request(initial, texts)
     except UserError as error:
         return {name: {"error": str(error)} for name in tasks} | {"comparison": []}
     makers = {"train": request.train, "infer": request.infer}
-    bills = {name: _bill(makers[name], made) for name in tasks}
+    bills = {name: _bill(makers[name], bill_request) for name in tasks}
     train, infer = bills.get("train"), bills.get("infer")
     compared = []
     if isinstance(train, Ledger) and isinstance(infer, Ledger):
         compared = [dataclasses.asdict(line) for line in comparison.lines(train, infer)]
-    return {name: _to_json(told, made) for name, told in bills.items()} | {"comparison": compared}
+    return {name: _to_json(ledger, bill_request) for name, ledger in bills.items()} | {"comparison": compared}
 
 
-def _bill(make: Callable[[BillRequest], Ledger], made: BillRequest) -> Ledger | str:
+def _bill(make: Callable[[BillRequest], Ledger], bill_request: BillRequest) -> Ledger | str:
     """Returns the bill, or the error message if there is none."""
     try:
-        return make(made)
+        return make(bill_request)
     except UserError as error:
         return str(error)
 
 
-def _to_json(ledger: Ledger | str, made: BillRequest) -> dict[str, Any]:
+def _to_json(ledger: Ledger | str, bill_request: BillRequest) -> dict[str, Any]:
     """Returns the ledger as JSON, with the texts and sums that the page shows."""
     if isinstance(ledger, str):
         return {"error": ledger}
     shown = {
-        "verdict": sentences.verdict(ledger, reserved_bytes=made.device.reserved_bytes),
+        "verdict": sentences.verdict(ledger, reserved_bytes=bill_request.device.reserved_bytes),
         "work": sentences.work(ledger),
         "largest": sentences.largest_first(ledger),
-        "source": made.device.source,
+        "source": bill_request.device.source,
         "peak_phase": ledger.peak_phase,
         "phases": [{"name": p.name, "total": p.total, "groups": p.groups} for p in groups.phases(ledger)],
         "groups": [KINDS[row.kind] for row in ledger.rows],

@@ -1,9 +1,9 @@
 """Python sources that the HTML page embeds: the installed closed forms, prepared for a browser.
 
 The page runs the same modules as the command. They are found by following imports from the page's form. Modules that no
-closed form needs (compilers, traces, terminal tables, arrays) are left out and replaced by stand-ins without values
+closed form needs (compilers, traces, terminal tables, arrays) are left out and replaced by placeholders
 (`page.standins`). Annotations and docstrings are removed: they add size, and annotations name missing modules. The
-annotated fields of a class are kept as its `__fields__`.
+annotated fields of a class are kept as its `__annotations__`.
 """
 
 import ast
@@ -15,46 +15,39 @@ import jaxllm
 
 ROOT = pathlib.Path(jaxllm.__file__).parent
 FORM = "jaxllm.ledger.report.page.form"
-# In dependency order.
-STANDINS = tuple(
-    f"jaxllm.ledger.report.page.standins.{name}" for name in ("names", "records", "library", "trees", "install")
-)
+STANDINS = "jaxllm.ledger.report.page.standins"
 # Imported by modules of the closed forms, but not needed by these.
 LEFT_OUT = ("jaxllm.step.state",)
 
 
 def embedded() -> tuple[dict[str, str], tuple[str, ...]]:
-    """Returns (name -> source of each embedded module, names of absent modules). Sources of packages are empty.
+    """Returns (name -> source of each embedded module, names of other imported modules). Sources of packages are empty.
 
     Both are sorted, so the page is reproducible byte for byte.
     """
     found: dict[str, str] = {}
-    absent: set[str] = set()
+    others: set[str] = set()
     waiting = [FORM]
     while waiting:
         name = waiting.pop()
-        if name in found or name in absent:
+        if name in found or name in others:
             continue
         path = _path(name)
         if name in LEFT_OUT or path is None:
-            absent.add(name)
+            others.add(name)
             continue
-        tree = lighter(path.read_text())
+        tree = stripped(path.read_text())
         found[name] = ast.unparse(tree)
         waiting += imports(tree)
     packages = {package: "" for name in found for package in _parents(name)}
-    return dict(sorted((packages | found).items())), tuple(sorted(absent))
+    return dict(sorted((packages | found).items())), tuple(sorted(others))
 
 
 def standins() -> str:
-    """Returns the program that must run first: all stand-ins concatenated, without imports of each other."""
-    body: list[ast.stmt] = []
-    for name in STANDINS:
-        path = _path(name)
-        assert path is not None
-        nodes = lighter(path.read_text()).body
-        body += [node for node in nodes if not (isinstance(node, ast.ImportFrom) and node.module in STANDINS)]
-    return ast.unparse(ast.Module(body, []))
+    """Returns the program that must run first, which installs the stand-ins."""
+    path = _path(STANDINS)
+    assert path is not None
+    return ast.unparse(stripped(path.read_text()))
 
 
 def _path(module: str) -> pathlib.Path | None:
@@ -84,27 +77,25 @@ def imports(tree: ast.Module) -> Iterator[str]:
                 yield node.module
 
 
-def lighter(source: str) -> ast.Module:
-    """Returns a source's tree without docstrings, annotations, and the imports that only annotations needed."""
-    tree = _Lighter().visit(ast.parse(source))
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | _exported(tree)
+def stripped(source: str) -> ast.Module:
+    """Returns a source's tree without docstrings, annotations, and the imports that only annotations need."""
+    tree = ast.parse(source)
+    names = _names(tree)
+    tree = _Stripper().visit(tree)
+    unneeded = names - _names(tree)
     for node in list(tree.body):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
+            node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] not in unneeded]
             if not node.names:
                 tree.body.remove(node)
     return ast.fix_missing_locations(tree)
 
 
-def _exported(tree: ast.Module) -> set[str]:
-    """Returns the names in a module's `__all__`, which a package re-exports from its modules."""
-    assigned = [
-        node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    return {name for node in assigned for name in ast.literal_eval(node.value)}
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-class _Lighter(ast.NodeTransformer):
+class _Stripper(ast.NodeTransformer):
     def visit_Module(self, node: ast.Module) -> ast.Module:
         self.generic_visit(node)
         node.body = _without_docstring(node.body)
@@ -114,8 +105,8 @@ class _Lighter(ast.NodeTransformer):
         self.generic_visit(node)
         node.body = _without_docstring(node.body) or [ast.Pass()]
         node.returns = None
-        given = node.args
-        for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+        own = node.args
+        for argument in (*own.posonlyargs, *own.args, *own.kwonlyargs, own.vararg, own.kwarg):
             if argument is not None:
                 argument.annotation = None
         return node
@@ -129,7 +120,7 @@ class _Lighter(ast.NodeTransformer):
         self.generic_visit(node)
         node.body = _without_docstring(node.body)
         declared = ast.Dict([ast.Constant(name) for name in fields], list(fields.values()))
-        node.body.append(ast.Assign([ast.Name("__fields__", ast.Store())], declared))
+        node.body.append(ast.Assign([ast.Name("__annotations__", ast.Store())], declared))
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:

@@ -1,4 +1,4 @@
-// Draws the bill and asks the closed forms, which are Python (jaxllm/ledger/report/page/form.py), for a new one at each change.
+// Draws the bill, and recomputes it with the closed forms, which are Python (jaxllm/ledger/report/page/form.py), at each change.
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
@@ -6,7 +6,7 @@ const byId = id => document.getElementById(id);
 const escape = text => String(text).replace(/[&<>"]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})[c]);
 const capitalized = text => text[0].toUpperCase() + text.slice(1);
 const TASKS = {train: "Training", infer: "Inference"};
-let task = DATA.task, told = DATA.first, answerOf = null;
+let task = DATA.task, bills = DATA.first, compute = null;
 
 const known = figure => typeof figure === "number";
 const isError = bill => "error" in bill;
@@ -125,27 +125,27 @@ function bill(one, name, width) {
 }
 
 function comparison() {
-  if (!told.comparison.length) return "";
+  if (!bills.comparison.length) return "";
   const strong = ["peak", "fits", "bottleneck"];
-  const rows = told.comparison.map(line => `<tr class="${strong.includes(line.name) ? "strong" : ""}"><td>${escape(line.name)}</td>
+  const rows = bills.comparison.map(line => `<tr class="${strong.includes(line.name) ? "strong" : ""}"><td>${escape(line.name)}</td>
     <td>${escape(line.train)}</td><td>${escape(line.infer)}</td></tr>`);
   return `<section><h2>Training beside inference</h2><div class="scroll"><table class="compare"><thead><tr><th></th><th>training</th>
     <th>inference</th></tr></thead><tbody>${rows.join("")}</tbody></table></div></section>`;
 }
 
 function draw() {
-  const shown = task === "both" ? ["train", "infer"] : [task], failed = shown.filter(name => isError(told[name]));
+  const shown = task === "both" ? ["train", "infer"] : [task], failed = shown.filter(name => isError(bills[name]));
   for (const tab of document.querySelectorAll("[data-task]")) tab.setAttribute("aria-selected", String(tab.dataset.task === task));
   byId("error").hidden = !failed.length;
   byId("result").classList.toggle("stale", failed.length > 0);
-  if (failed.length) byId("error").textContent = told[failed[0]].error;
+  if (failed.length) byId("error").textContent = bills[failed[0]].error;
   if (failed.length === shown.length && byId("result").innerHTML) return;
-  const width = Math.max(300, Math.round(byId("result").clientWidth - 42)), good = shown.find(name => !isError(told[name]));
+  const width = Math.max(300, Math.round(byId("result").clientWidth - 42)), good = shown.find(name => !isError(bills[name]));
   if (good) {
-    byId("title").textContent = told[good].model;
-    byId("subtitle").textContent = `${told[good].parameters.toLocaleString("en")} parameters`;
+    byId("title").textContent = bills[good].model;
+    byId("subtitle").textContent = `${bills[good].parameters.toLocaleString("en")} parameters`;
   }
-  byId("result").innerHTML = (task === "both" ? comparison() : "") + shown.map(name => bill(told[name], TASKS[name], width)).join("");
+  byId("result").innerHTML = (task === "both" ? comparison() : "") + shown.map(name => bill(bills[name], TASKS[name], width)).join("");
 }
 
 const controls = () => [...document.querySelectorAll("#form input, #form select")];
@@ -163,20 +163,20 @@ function follow(name) {
 }
 
 function recompute() {
-  const now = texts(), then = DATA.started.texts, changed = Object.keys(now).filter(name => now[name] !== then[name]);
+  const now = texts(), then = DATA.initial.texts, changed = Object.keys(now).filter(name => now[name] !== then[name]);
   for (const control of controls()) control.closest("label").classList.toggle("changed", changed.includes(control.name));
   byId("overrides").hidden = !changed.length;
   byId("flags").textContent = changed.map(name => `--${name}=${now[name]}`).join(" ");
-  if (!answerOf) return draw();
+  if (!compute) return draw();
   const begun = performance.now();
-  told = JSON.parse(answerOf(JSON.stringify(now), task));
+  bills = JSON.parse(compute(JSON.stringify(now), task));
   byId("status").textContent = `recomputed in ${Math.round(performance.now() - begun)} ms`;
   draw();
 }
 
-// Starts the Python of the page; `answerOf` takes the form's texts as JSON and gives the answer as JSON.
+// Starts the Python of the page; `compute` takes the form's texts as JSON and returns the bills as JSON.
 function boot() {
-  if (answerOf) return answerOf;
+  if (compute) return compute;
   const program = JSON.parse(byId("program").textContent), python = globalThis.__BRYTHON__;
   brython({debug: 0, indexedDB: false, ids: [], pythonpath: ["about:blank"]});
   python.use_VFS = true;
@@ -184,16 +184,16 @@ function boot() {
   const packages = new Set(Object.keys(program.modules).flatMap(name => name.split(".").map((_, i, all) => all.slice(0, i).join("."))));
   python.VFS = Object.assign({}, python.VFS, program.library);
   for (const [name, source] of Object.entries(program.modules)) python.VFS[name] = [".py", source, [], ...(packages.has(name) ? [1] : [])];
-  globalThis.jaxllmStarted = JSON.stringify(DATA.started);
+  globalThis.jaxllmInitial = JSON.stringify(DATA.initial);
   python.runPythonSource(`${program.standins}
 install(${JSON.stringify(program.absent)}, (${program.jax_version.join(",")},), ${JSON.stringify(program.environment)})
-import json
+import _json
 from browser import window
-from ${program.form} import answer
-_started = json.loads(window.jaxllmStarted)
-window.jaxllmAnswer = lambda texts, task: json.dumps(answer(_started, json.loads(texts), task))
+from ${program.form} import compute
+_initial = _json.loads(window.jaxllmInitial)
+window.jaxllmCompute = lambda texts, task: _json.dumps(compute(_initial, _json.loads(texts), task))
 `, "page");
-  return answerOf = globalThis.jaxllmAnswer;
+  return compute = globalThis.jaxllmCompute;
 }
 
 byId("form").addEventListener("submit", event => event.preventDefault());
