@@ -50,7 +50,7 @@ class Found:
         return collectives.collectives(self.module)
 
     @functools.cached_property
-    def products(self) -> Matmuls:
+    def matmul_counts(self) -> Matmuls:
         return matmuls.count_matmuls(self.module)
 
     def volume(self, *ops: str) -> int:
