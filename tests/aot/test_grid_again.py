@@ -13,6 +13,8 @@ import grid_report
 import ledger_vs_xla
 
 RESULTS = runs.ROOT / "experiments" / "results"
+# Cells whose formula is off by more than 3 per cent, and by how much at most.
+ERRORS = {"cpu-01197": 10, "h100-00187": 4, "h100-kernel-00003": 6, "h100-kernel-00010": 4, "h100-kernel-00025": 4}
 # Maximum number of cells per target; a TPU's compiler takes a minute for one.
 CELLS = {"cpu": 9, "h100": 8, "v5e": 2}
 
@@ -62,4 +64,4 @@ def test_a_cell_again(name, version):
     assert not found["refused"]
     if jax.__version__ == version:
         assert found["peak"] == pytest.approx(kept.xla, rel=1e-3)
-    assert kept.formula == pytest.approx(found["peak"], rel=0.1)
+    assert 100 * abs(kept.formula / found["peak"] - 1) < ERRORS.get(name, 3)

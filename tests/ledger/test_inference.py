@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import models
+import peaks
 import pytest
 
 from jaxllm import programs
@@ -65,33 +66,38 @@ def test_keys_without_values_are_caught():
     assert ledger.kind_bytes("KV cache") == cache != sum(halved)
 
 
-# Model, sequences, tokens of context, prompt tokens per chunk.
+# Model, sequences, tokens of context, prompt tokens per chunk, and the bounds of the peaks' errors in prefill and in
+# decoding (see `peaks`).
 CELLS = {
-    "plain": (BASE, 4, 1024, 64),
-    "one": (BASE, 1, 512, 128),
-    "gpt": (GPT, 2, 1024, 32),
-    "gemma": (GEMMA, 2, 1024, 64),
-    "experts": (EXPERTS, 2, 512, 128),
-    "wide": (dataclasses.replace(BASE, width=512, mlp_width=2048, vocab_size=32_000), 8, 512, 64),
+    "plain": (BASE, 4, 1024, 64, (-2, 2), (-2, 2)),
+    "one": (BASE, 1, 512, 128, (-2, 2), (-2, 2)),
+    "gpt": (GPT, 2, 1024, 32, (-2, 2), (-2, 2)),
+    "gemma": (GEMMA, 2, 1024, 64, (-2, 8), (-2, 11)),
+    "experts": (EXPERTS, 2, 512, 128, (-8, 2), (-2, 2)),
+    "wide": (dataclasses.replace(BASE, width=512, mlp_width=2048, vocab_size=32_000), 8, 512, 64, (-2, 2), (-2, 5)),
 }
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_peaks_are_near_xlas(cell):
-    model, batch, capacity, chunk = CELLS[cell]
+    model, batch, capacity, chunk, *allowed = CELLS[cell]
     ledger = inference(model, batch, capacity, chunk, "fp32", "fp32")
     made = {
         PREFILL: programs.prefill(model, batch, chunk, capacity, jnp.float32),
         DECODE: programs.decode(model, batch, 8, capacity, jnp.float32),
     }
-    peaks = {phase: attached.figures(program.compile())["peak"] for phase, program in made.items()}
-    gaps = {phase: (ledger.persistent_bytes + ledger.phase_bytes(phase)) / peak - 1 for phase, peak in peaks.items()}
-    assert max(map(abs, gaps.values())) < 0.12, gaps
+    for (phase, program), bounds in zip(made.items(), allowed, strict=True):
+        xla = attached.figures(program.compile())["peak"]
+        # Where the bill is 10 % too high, a row of 8 % that is forgotten goes unnoticed.
+        peaks.assert_near(ledger, phase, xla, bounds, caught=bounds[1] < 10)
 
 
-@pytest.mark.parametrize("cell", ["one", "gpt", "gemma", "wide"])
+WITHOUT_CACHE = {"one": (-2, 4), "gpt": (-2, 2), "gemma": (-2, 2), "wide": (-2, 4)}
+
+
+@pytest.mark.parametrize("cell", WITHOUT_CACHE)
 def test_peaks_without_a_cache_are_near_xlas(cell):
-    model, batch, capacity, _ = CELLS[cell]
+    model, batch, capacity, *_ = CELLS[cell]
     capacity = min(capacity, 512)
     program = programs.decode_without_cache(model, batch, 8, capacity, jnp.float32)
     # Effort spent on machine code changes no buffer.
@@ -101,7 +107,7 @@ def test_peaks_without_a_cache_are_near_xlas(cell):
         # Newer XLA writes one more array of scores than the formula, which is fitted to 0.10.
         peak -= batch * model.heads * capacity**2 * 4
     ledger = inference(model, batch, capacity, 64, "fp32", "fp32", use_cache=False)
-    assert ledger.persistent_bytes + ledger.phase_bytes(DECODE) == pytest.approx(peak, rel=0.1)
+    peaks.assert_near(ledger, DECODE, peak, WITHOUT_CACHE[cell])
     constants = sum(row.bytes_per_device for row in ledger.rows if row.name.startswith(("masks", "caps")))
     layer = ledger.phase_bytes(DECODE) - constants
     assert layer > 0.1 * peak, "a layer's arrays that were forgotten would be caught"
@@ -110,9 +116,9 @@ def test_peaks_without_a_cache_are_near_xlas(cell):
 
 
 def test_a_workspace_forgotten_is_caught():
-    """The tolerance of the test above is smaller than the rows it guards."""
-    for cell in ("plain", "one", "gpt", "gemma", "experts", "wide"):
-        ledger = inference(*CELLS[cell], "fp32", "fp32")
+    """The tolerances above are smaller than the workspaces that they guard."""
+    for cell, (model, batch, capacity, chunk, *_) in CELLS.items():
+        ledger = inference(model, batch, capacity, chunk, "fp32", "fp32")
         assert ledger.phase_bytes(PREFILL) > 0.12 * (ledger.persistent_bytes + ledger.phase_bytes(PREFILL)), cell
 
 

@@ -93,8 +93,18 @@ PEAKS = {
     ("qwen3-0.6b", 8, 2048, 512, "bf16", "bf16", "v5e"): 3619222528,
     ("gpt2-medium", 8, 1024, 256, "bf16", "bf16", "v5e"): 1655086080,
 }
-# A bill may count two arrays of scores where XLA makes one; it is below XLA's by at most this.
-TOO_LOW, TOO_HIGH = -0.02, 0.13
+# A bill is at most this far below and above XLA's. If it counts two arrays of scores and XLA makes one, it is higher.
+TOO_LOW, TOO_HIGH = -0.02, 0.02
+HIGHER = {
+    ("smollm2-1.7b", 4, 3072, 512, "bf16", "bf16", "v5e"): 0.12,
+    ("gpt2", 8, 3072, 128, "bf16", "bf16", "v5e"): 0.12,
+    ("gpt2", 8, 1024, 128, "bf16", "bf16", "v5e"): 0.09,
+    ("smollm2-135m", 1, 8192, 128, "bf16", "int8", "v5e"): 0.04,
+    ("gemma3-1b", 8, 2048, 256, "bf16", "bf16", "v5e"): 0.03,
+    ("gemma3-1b", 8, 8192, 128, "bf16", "int8", "v5e"): 0.03,
+    ("gpt2", 8, 1024, 32, "bf16", "bf16", "v5p"): 0.03,
+    ("qwen3-0.6b", 1, 8192, 128, "bf16", "int8", "v5p"): 0.03,
+}
 
 
 def bill(cell, **changes):
@@ -111,7 +121,8 @@ def gap(cell, **changes):
 def test_peaks_are_near_the_compilers():
     gaps = {cell: gap(cell) for cell in PEAKS}
     assert min(gaps.values()) > TOO_LOW, min(gaps, key=gaps.__getitem__)
-    assert max(gaps.values()) < TOO_HIGH, max(gaps, key=gaps.__getitem__)
+    assert not {cell: gap for cell, gap in gaps.items() if gap > HIGHER.get(cell, TOO_HIGH)}
+    assert set(HIGHER) <= set(gaps)
     sizes = np.abs(list(gaps.values()))
     assert np.median(sizes) < 0.005
     assert np.percentile(sizes, 95) < 0.06
@@ -120,7 +131,7 @@ def test_peaks_are_near_the_compilers():
 def test_without_the_vector_memory_small_runs_are_off():
     cell = ("smollm2-135m", 8, 1024, 128, "bf16", "bf16", "v5e")
     assert abs(gap(cell)) < 0.01
-    assert gap(cell, vector_memory=0) > TOO_HIGH
+    assert gap(cell, vector_memory=0) > 0.13
 
 
 @pytest.mark.parametrize(

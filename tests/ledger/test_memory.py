@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 
+import jax
 import models
 import optax
+import peaks
 import pytest
 
 from jaxllm import programs
@@ -166,40 +168,42 @@ def test_a_stage_that_does_not_split_is_caught(fresh_layouts, monkeypatch):
     assert {fault.partition(":")[0] for fault in of_state(broken, BASE, config).faults(0.5)} >= {"weights", "optimizer"}
 
 
-# Peaks on this machine's CPU: arguments + outputs − aliases + temporaries.
+# Peaks on this machine's CPU: arguments + outputs − aliases + temporaries. Model, run, and the bounds of the formula's
+# error (see `peaks`). A CPU that has AVX2 alone has the same peaks.
 DEEP = dataclasses.replace(BASE, layers=6)
+NEWER = jax.__version_info__ >= (0, 12)
 CELLS = {
-    "plain": (BASE, run()),
-    "experts": (EXPERTS, run()),
-    "gpt": (GPT, run(train_batch_size=8, train_accumulate=2)),
-    "gemma": (GEMMA, run()),
-    "vocabulary": (dataclasses.replace(BASE, vocab_size=32000, layers=2), run(train_loss_chunk=128)),
+    "plain": (BASE, run(), (-2, 2)),
+    "experts": (EXPERTS, run(), (-4, 2)),
+    "gpt": (GPT, run(train_batch_size=8, train_accumulate=2), (-2, 3)),
+    "gemma": (GEMMA, run(), (-5, 2)),
+    "vocabulary": (dataclasses.replace(BASE, vocab_size=32000, layers=2), run(train_loss_chunk=128), (-2, 2)),
     "remat": (
         dataclasses.replace(DEEP, pattern=("sliding", "full"), window=32),
         run(remat_policy="full", data_sequence_length=256),
+        (-3, 2) if NEWER else (-2, 6),
     ),
-    "full": (DEEP, run(remat_policy="full", data_sequence_length=256)),
-    "dots": (DEEP, run(remat_policy="dots", data_sequence_length=256)),
-    "sqrt": (dataclasses.replace(BASE, layers=9), run(remat_policy="sqrt", data_sequence_length=256)),
-    "chunked": (DEEP, run(remat_policy="full", data_sequence_length=512, train_attention_chunk=64)),
-    "bf16": (BASE, run(precision_policy="bf16")),
-    "muon": (WIDE, run(optimizer_name="muon", train_batch_size=1, data_sequence_length=32)),
-    "zero 1": (BASE, run(mesh_data=4, mesh_zero=1, train_batch_size=16)),
-    "zero 2": (WIDE, run(mesh_data=4, mesh_zero=2, train_batch_size=8)),
-    "zero 3": (WIDE, run(mesh_data=4, mesh_zero=3, train_batch_size=8)),
-    "tensor": (WIDE, run(mesh_data=2, mesh_tensor=2, mesh_zero=3, train_batch_size=8)),
+    "full": (DEEP, run(remat_policy="full", data_sequence_length=256), (-2, 2)),
+    "dots": (DEEP, run(remat_policy="dots", data_sequence_length=256), (-1, 8)),
+    "sqrt": (dataclasses.replace(BASE, layers=9), run(remat_policy="sqrt", data_sequence_length=256), (-2, 2)),
+    "chunked": (DEEP, run(remat_policy="full", data_sequence_length=512, train_attention_chunk=64), (-2, 6)),
+    "bf16": (BASE, run(precision_policy="bf16"), (-8, 2) if NEWER else (-2, 2)),
+    "muon": (WIDE, run(optimizer_name="muon", train_batch_size=1, data_sequence_length=32), (-2, 2)),
+    "zero 1": (BASE, run(mesh_data=4, mesh_zero=1, train_batch_size=16), (-2, 2)),
+    "zero 2": (WIDE, run(mesh_data=4, mesh_zero=2, train_batch_size=8), (-4, 2)),
+    "zero 3": (WIDE, run(mesh_data=4, mesh_zero=3, train_batch_size=8), (-2, 6)),
+    "tensor": (WIDE, run(mesh_data=2, mesh_tensor=2, mesh_zero=3, train_batch_size=8), (-2, 2)),
 }
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_training_peak_is_near_xlas(cell):
-    model, config = CELLS[cell]
+    model, config, allowed = CELLS[cell]
     step_spec = programs.make_step_spec(config, model, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     figures = attached.figures(program.compile())
     ledger = training(model, config, config.precision.policy)
-    gap = reconcile(ledger, figures).lines[-1].gap("compiled")
-    assert abs(gap) < 0.1, f"formula {ledger.peak_bytes:,} B, XLA {figures['peak']:,} B"
+    peaks.assert_near(ledger, ledger.peak_phase, figures["peak"], allowed)
     batch = next(row.bytes_per_device for row in ledger.rows if row.kind == "batch")
     assert figures["arguments"] == ledger.persistent_bytes + batch
 

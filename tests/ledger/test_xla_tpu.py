@@ -1,5 +1,6 @@
 """The closed form of a train step's peak on a TPU, against the buffer assignments of its compiler."""
 
+import peaks
 import pytest
 
 from jaxllm import architectures
@@ -28,6 +29,8 @@ PEAKS = {
     ("qwen3-1.7b", (1, 8, 8, 2), "sgd", "bf16", "none", 1024, (8, 1, 0, 1024)): 1025945600,
     ("smollm2-135m", (1, 1, 1, 0), "adafactor", "bf16_pure", "sqrt", 1024, (2, 1, 256, 4096)): 1083073024,
 }
+# Per cent by which a peak may be off, where it is more than 2.
+ERRORS = {"gpt2": 4, "qwen3-1.7b": 3}
 
 
 def ledger_of(run):
@@ -44,8 +47,8 @@ def ledger_of(run):
 
 @pytest.mark.parametrize("run", PEAKS, ids=[f"{run[0]}, {run[4]}" for run in PEAKS])
 def test_peaks_are_near_the_compilers(run):
-    ledger = ledger_of(run)
-    assert ledger.peak_bytes == pytest.approx(PEAKS[run], rel=0.05)
+    ledger, error = ledger_of(run), ERRORS.get(run[0], 2)
+    peaks.assert_near(ledger, ledger.peak_phase, PEAKS[run], (-error, error))
 
 
 def test_without_the_vector_memory_small_runs_are_off(monkeypatch):
