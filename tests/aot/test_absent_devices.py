@@ -6,6 +6,7 @@ import json
 import absent_programs
 import jax
 import jax.numpy as jnp
+import peaks
 import pytest
 import runs
 from jax.experimental import topologies
@@ -217,7 +218,7 @@ def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device
     platform = "gpu" if device == "h100" else "tpu"
     ledger = inference(model, batch, context, 128, "bfloat16", "bfloat16", platform=platform)
     peak = ledger.persistent_bytes + sum(row.bytes_per_device for row in ledger.rows if row.phase == rows.DECODE)
-    assert peak == pytest.approx(figures["peak"], rel=2e-3 if platform == "gpu" else 0.05)
+    assert peak == pytest.approx(figures["peak"], rel=2e-3 if platform == "gpu" else 0.03)
 
 
 @pytest.mark.parametrize(("phase", "near"), [(rows.DECODE, 2e-3), (rows.PREFILL, 0.02)])
@@ -250,13 +251,14 @@ def test_a_chunk_of_prompts_on_a_tpu_needs_what_the_ledger_says(name, layers, ba
     figures = absent.inspect_program(program, absent.require_compiler(device.name, device.compile_target), 1).figures
     how = {"platform": "tpu", "vector_memory": device.vector_memory}
     ledger = inference(model, batch, context, chunk, "bf16", cache, **how)
-    bill = ledger.persistent_bytes + ledger.phase_bytes(rows.PREFILL)
-    assert -0.02 < bill / figures["peak"] - 1 < 0.13
+    peaks.assert_near(ledger, rows.PREFILL, figures["peak"], (-2, 2))
     assert ledger.persistent_bytes < 0.9 * figures["peak"], "a workspace that was forgotten would be caught"
 
 
-def test_the_command_says_what_the_child_says():
-    result = ledger("--device", "v5e", "--config.mesh.data=4", "--config.mesh.replica=3", "--compile")
+def test_the_command_says_what_the_compilers_process_says():
+    wanted = ("--config.mesh.data=4", "--config.mesh.replica=3", "--config.train.batch_size=12")
+    result = ledger("--device", "v5e", *wanted, "--compile")
     assert result.returncode == 2
     (line,) = result.stderr.strip().splitlines()
-    assert "multiple of" in line or "nearest: 8 and 16" in line
+    assert line.startswith("error: a v5e slice of 12 chips is unsupported")
+    assert line.endswith("nearest: 8 and 16")

@@ -12,6 +12,7 @@ import runs
 
 from jaxllm import architectures, programs
 from jaxllm.checkpoints import checkpoint
+from jaxllm.errors import UserError
 from jaxllm.parallel import mesh
 from jaxllm.train import metrics
 
@@ -179,3 +180,6 @@ def test_a_configuration_from_before_a_field_existed_is_read(base, tmp_path):
     stored = json.loads((folder / "config.json").read_text())
     del stored["data"]["streams"], stored["optimizer"]["offload"], stored["mesh"]["zero"]
     checkpoint.check_same_run(stored, config, folder)
+    del stored["optimizer"]["peak_lr"]  # of which this run has another value than the default
+    with pytest.raises(UserError, match=r"config\.optimizer\.peak_lr was 0\.0003 and is "):
+        checkpoint.check_same_run(stored, config, folder)

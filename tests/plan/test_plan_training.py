@@ -126,9 +126,10 @@ def test_the_best_is_the_best_of_all_that_fit(everything):
 def test_a_forgotten_stage_is_caught(everything, monkeypatch):
     meshes = TrainingSpace.meshes
     monkeypatch.setattr(TrainingSpace, "meshes", lambda self: (mesh for mesh in meshes(self) if mesh[3] < 3))
-    for budget in budgets(everything)[:1]:
-        found = training.search(small(), H100, budget)
-        assert not found.fitting or found.fitting[0].choice != best_of(everything, budget)
+    least, *_, most = budgets(everything)
+    assert best_of(everything, least).zero == 3
+    assert not training.search(small(), H100, least).fitting, "only stage 3 fits there"
+    assert training.search(small(), H100, most).fitting[0].choice == best_of(everything, most), "stage 3 gains nothing"
 
 
 def test_where_nothing_fits_the_closest_is_returned(everything):
