@@ -11,7 +11,6 @@ from gguf_files import assert_equal_trees, rewritten, write, write_plain
 from gguf_models import FAMILIES, LLAMA, random_params
 
 from jaxllm import architectures
-from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop.gguf import file as gguf_file
 from jaxllm.interop.gguf import keys as gguf_keys
@@ -28,11 +27,8 @@ def test_every_family_comes_back_to_the_bit(name, tmp_path):
     write(tmp_path / "m.gguf", model, params)
     opened = gguf.open_file(tmp_path / "m.gguf")
     assert opened.family == family
-    for field in dataclasses.fields(Architecture):
-        ours, theirs = getattr(model, field.name), getattr(opened.model, field.name)
-        if field.name in metadata.NOT_STORED:
-            continue
-        assert ours == theirs or gguf_keys._equivalent(model, opened.model, field.name), (field.name, ours, theirs)
+    # What the format cannot store: the scale of initial weights, and the coefficient of a training loss.
+    assert opened.model == dataclasses.replace(model, init_std=0.02, router_aux_weight=0.0)
     assert_equal_trees(opened.load(jnp.float32), params)
 
 
@@ -126,7 +122,8 @@ def test_the_header_is_read_as_the_library_reads_it(tmp_path):
     assert set(fields) == set(file.metadata._values)
     for name, value in fields.items():
         ours = file.metadata.raw(name)
-        assert ours == value or np.float32(ours) == value, name
+        assert (np.float32(ours) if isinstance(value, float) else ours) == value, name
+    assert {tensor.name for tensor in reader.tensors} == set(file.shapes) != set()
     for tensor in reader.tensors:
         np.testing.assert_array_equal(tensor.data, file.read(tensor.name))
     assert file.metadata.require("gemma3.attention.layer_norm_rms_epsilon", float) == 1e-5  # as written, not as rounded
