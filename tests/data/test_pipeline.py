@@ -3,8 +3,8 @@
 import collections
 import json
 import threading
-import time
 
+import calls
 import chats
 import numpy as np
 import pytest
@@ -207,10 +207,9 @@ def test_resuming_far_on_reads_little():
     assert len(json.dumps(state)) < 2000
     fresh = pipeline.train_iterator(config, 4, split=split)
     reads.clear()
-    start = time.process_time()
-    fresh.set_state(state)
+    work = calls.count(lambda: fresh.set_state(state))
     assert same(next(fresh), next(iterator))
-    assert time.process_time() - start < 1
+    assert work < 30_000, work  # 7,052 on Python 3.11 with Grain 0.2.18
     assert len(reads) < 150  # compared with about 1,000 up to this point
 
 
