@@ -100,7 +100,7 @@ def test_gradients_and_moments_have_the_weights_shapes(case, optimizer):
     ]
     assert len(moments) == (2 if optimizer == "adam" else 1)
     chex.assert_trees_all_equal_shapes(state.params, taken, *moments)
-    size = 4 if config.train.accumulate > 1 else run_lib.make(case.model, config, case.policy, "cpu").compute_dtype
+    size = 4 if config.train.accumulate > 1 else run_lib.make(case.model, config, case.policy, "cpu").compute_bytes
     assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(taken)} == {size}
 
 
