@@ -1,4 +1,4 @@
-"""Claim: keys and values kept in int8 change a model's perplexity by less than 1 %.
+"""Claim: keys and values stored in int8 change a model's perplexity by less than 1 %.
 
     python experiments/cache_perplexity.py [--model FILE.gguf]
 
@@ -84,15 +84,15 @@ def main() -> None:
     for name, dtype in CACHES.items():
         found[name] = round(perplexity(opened.model, params, ids, dtype, CHUNK), 4)
         print(f"perplexity of {len(ids)} tokens, cache in {name}: {found[name]:.4f}", flush=True)
-    held = abs(found["int8"] / found["float32"] - 1) < PREDICTED
-    print(f"\n{'holds' if held else 'FAILS'}: int8 within {PREDICTED:.0%} of float32")
+    holds = abs(found["int8"] / found["float32"] - 1) < PREDICTED
+    print(f"\n{'holds' if holds else 'FAILS'}: int8 within {PREDICTED:.0%} of float32")
     RESULT.write_text(
         json.dumps(
-            {"machine": machine(), "tokens": len(ids), "chunk": CHUNK, "perplexity": found, "verdict": held}, indent=1
+            {"machine": machine(), "tokens": len(ids), "chunk": CHUNK, "perplexity": found, "verdict": holds}, indent=1
         )
         + "\n"
     )
-    sys.exit(0 if held else 1)
+    sys.exit(0 if holds else 1)
 
 
 if __name__ == "__main__":

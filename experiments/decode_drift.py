@@ -84,7 +84,7 @@ def drifts(
     Returns:
       (tokens of each prompt alone, number of rows run at each batch size, the rows that differ).
     """
-    assert sizes[0] == 1, "the other sizes are held against one prompt alone"
+    assert sizes[0] == 1, "the other sizes are compared with batch size 1"
     alone = [continued([prompt])[0] for prompt in prompts]
     rows, found = {}, []
     for size in sizes[1:]:
@@ -209,8 +209,8 @@ def report(found: dict[str, Any]) -> None:
         for key in list(part)[2:]:
             print(f"   {key}: {part[key]}")
     found["verdict"] = verdict(found)
-    for what, held in found["verdict"].items():
-        print(f"{'holds' if held else 'FAILS'}: {what}")
+    for claim, holds in found["verdict"].items():
+        print(f"{'holds' if holds else 'FAILS'}: {claim}")
     RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
 

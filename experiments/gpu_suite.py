@@ -33,7 +33,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from suite import records, table
+from suite import records
 from suite.records import Context, Record
 
 # Section -> (module, weight of its time limit), in execution order.
@@ -65,9 +65,9 @@ def require_gpu(tiny: bool) -> None:
     Raises:
       SystemExit: status 2, after one line on stderr, if there is no GPU and `tiny` is false.
     """
-    told = environment()
-    if not tiny and told["platform"] != "gpu":
-        print(f"JAX runs on {told['device']} here, not on a GPU: install jax[cuda12], or add --tiny", file=sys.stderr)
+    found = environment()
+    if not tiny and found["platform"] != "gpu":
+        print(f"JAX runs on {found['device']} here, not on a GPU: install jax[cuda12], or add --tiny", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -75,10 +75,10 @@ def driver() -> str:
     """Returns the NVIDIA driver's version, or "none" if there is none."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return "none"
-    return told[0] if told else "none"
+    return lines[0] if lines else "none"
 
 
 def section(context: Context) -> None:
@@ -89,7 +89,7 @@ def section(context: Context) -> None:
     try:
         importlib.import_module(f"suite.{SECTIONS[context.section][0]}").run(context)
     except Exception as error:  # recorded here; the other sections still run
-        context.add("section", note=f"failed: {records.told(error)}")
+        context.add("section", note=f"failed: {records.one_line(error)}")
         raise
     context.add("section", note="ended")
 
@@ -114,7 +114,7 @@ def child(name: str, path: pathlib.Path, seconds: float, tiny: bool) -> None:
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
         add(path, name, f"exit status {status}: {' '.join(last)}"[:240])
     elif status is None:
-        add(path, name, f"ended after {seconds + _GRACE:.0f} s, its time")
+        add(path, name, f"killed after {seconds + _GRACE:.0f} s, its time limit")
 
 
 def add(path: pathlib.Path, name: str, note: str) -> None:
@@ -131,12 +131,12 @@ def is_correct(found: Sequence[Record]) -> bool:
 
 def document(found: Sequence[Record], seconds: float, tiny: bool, only: Sequence[str]) -> dict[str, Any]:
     """Returns the JSON document of a run."""
-    told = next((dict(record.detail) for record in found if record.name == "environment"), {})
+    device = next((dict(record.detail) for record in found if record.name == "environment"), {})
     return {
-        "device": told.get("device", "unknown"),
-        "platform": told.get("platform", "unknown"),
+        "device": device.get("device", "unknown"),
+        "platform": device.get("platform", "unknown"),
         "driver": driver(),
-        "jax": told.get("jax", "unknown"),
+        "jax": device.get("jax", "unknown"),
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "tiny": tiny,
@@ -151,7 +151,9 @@ def suite(arguments: argparse.Namespace) -> int:
     only = arguments.only.split(",")
     unknown = set(only) - set(SECTIONS)
     if unknown:
-        print(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}", file=sys.stderr)
+        print(
+            f"--only: unknown section {', '.join(sorted(unknown))}; sections are {', '.join(SECTIONS)}", file=sys.stderr
+        )
         return 2
     chosen = [name for name in SECTIONS if name in only]
     begun = time.monotonic()
@@ -166,32 +168,33 @@ def suite(arguments: argparse.Namespace) -> int:
             child(name, path, seconds, arguments.tiny)
         found = records.read(path)
     found.sort(key=lambda record: chosen.index(record.section))  # stable: keeps the order within a section
-    made = document(found, time.monotonic() - begun, arguments.tiny, chosen)
-    records.check(made)
+    result = document(found, time.monotonic() - begun, arguments.tiny, chosen)
+    records.check(result)
     shown = [record for record in found if record.name != "environment" and record.note != "ended"]
-    print(f"{made['device']}, driver {made['driver']}, JAX {made['jax']}, {made['date']}, {made['seconds']:.0f} s")
-    print("\n".join(table.lines(shown)))
-    write(made, arguments)
-    return 0 if made["correct"] else 1
+    versions = f"{result['device']}, driver {result['driver']}, JAX {result['jax']}"
+    print(f"{versions}, {result['date']}, {result['seconds']:.0f} s")
+    print("\n".join(records.table_lines(shown)))
+    write(result, arguments)
+    return 0 if result["correct"] else 1
 
 
-def write(made: dict[str, Any], arguments: argparse.Namespace) -> None:
+def write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Writes the JSON to `--out`, or else to `results/`; a tiny run is written only if `--out` is given."""
     out = arguments.out
     if out is None and not arguments.tiny:
-        slug = re.sub(r"[^a-z0-9]+", "_", made["device"].lower()).strip("_")
+        slug = re.sub(r"[^a-z0-9]+", "_", result["device"].lower()).strip("_")
         out = RESULTS / f"gpu_suite_{slug}.json"
     if out is not None:
-        out.write_text(json.dumps(made, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"\nwritten to {out}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of all sections together")
-    parser.add_argument("--out", type=pathlib.Path, help="where the JSON goes")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of all sections together")
+    parser.add_argument("--out", type=pathlib.Path, help="path of the JSON")
     for name, kind in (("--section", str), ("--cell", int), ("--records", pathlib.Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # for child processes
     return parser.parse_args()

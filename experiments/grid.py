@@ -148,9 +148,9 @@ def _draw(
     config.model.name = draw.choice(models)
     count = draw.choice(counts or COUNTS[target])
     config.mesh.tensor = draw.choice([size for size in (1, 1, 1, 2, 4, 8) if count % size == 0])
-    shares = count // config.mesh.tensor
-    config.mesh.replica = draw.choice([size for size in (1, 1, 1, 1, 2) if shares % size == 0])
-    config.mesh.data = shares // config.mesh.replica
+    data_devices = count // config.mesh.tensor
+    config.mesh.replica = draw.choice([size for size in (1, 1, 1, 1, 2) if data_devices % size == 0])
+    config.mesh.data = data_devices // config.mesh.replica
     config.mesh.zero = draw.choice((0, 1, 2, 3)) if config.mesh.data > 1 else 0
     config.optimizer.name = draw.choice(_OPTIMIZERS)
     config.optimizer.moment_dtype = draw.choice(("float32", "float32", "float32", "bfloat16"))

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import estimators
 import grid
-import peers
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,16 +19,16 @@ from jaxllm.ledger.formula import training_memory as memory
 from jaxllm.ledger.rows import Unknown
 
 # "Fits" means at most this fraction of the device's memory.
-FILL = 0.95
+FITS = 0.95
 # Above this fraction of a GPU's memory XLA rewrites a program to need less (its scheduler's limit is 95 % of what the
 # arguments leave of 80 % of the memory), so its peak is not comparable with the formula; only the verdict is.
-REMADE = 0.76
+REMATERIALIZED = 0.76
 WIDTH = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Formula, XLA and peer figures of one cell.
+    """Peaks of one cell by the formula, by XLA and by other estimators.
 
     Attributes:
       cell: the grid cell.
@@ -36,8 +36,8 @@ class Result:
       xla: XLA's peak, bytes; for a refused program, the size named by the refusal, or None.
       refused: XLA refused to compile the program.
       state: the formula's state and batch minus XLA's arguments, bytes; None if the program was refused.
-      peers: peak by each other estimator, bytes; None if it has no answer.
-      fill: formula's peak as a fraction of the device's memory.
+      estimates: peak by each other estimator, bytes; None if it has none.
+      memory_fraction: formula's peak as a fraction of the device's memory.
       memory: the device's memory, bytes.
     """
 
@@ -46,20 +46,20 @@ class Result:
     xla: int | None
     refused: bool
     state: int | None
-    peers: dict[str, float | None]
-    fill: float
+    estimates: dict[str, float | None]
+    memory_fraction: float
     memory: int
 
     @property
     def gap(self) -> float | None:
         """Relative gap, (formula − XLA) / XLA; None if XLA rewrote or refused the program."""
-        remade = grid.platform(self.cell.target) == "gpu" and self.fill > REMADE
-        return None if self.refused or remade or not self.xla else self.formula / self.xla - 1
+        rewritten = grid.platform(self.cell.target) == "gpu" and self.memory_fraction > REMATERIALIZED
+        return None if self.refused or rewritten or not self.xla else self.formula / self.xla - 1
 
     @property
     def false_fit(self) -> bool:
         """True if the formula reports that the run fits and XLA needs more than the device's memory."""
-        return self.fill <= FILL and (self.refused or (self.xla or 0) > self.memory)
+        return self.memory_fraction <= FITS and (self.refused or (self.xla or 0) > self.memory)
 
 
 def results(folder: pathlib.Path, target: str) -> list[Result]:
@@ -67,32 +67,32 @@ def results(folder: pathlib.Path, target: str) -> list[Result]:
     path = folder / f"ledger_vs_xla_{target}.json"
     if not path.exists():
         return []
-    kept = json.loads(path.read_text())["cells"]
-    return [_result(name, target, kept[name]) for name in sorted(kept)]
+    stored = json.loads(path.read_text())["cells"]
+    return [_result(name, target, stored[name]) for name in sorted(stored)]
 
 
-def _result(name: str, target: str, told: dict[str, Any]) -> Result:
-    config = grid.configured(told["run"])
+def _result(name: str, target: str, stored: dict[str, Any]) -> Result:
+    config = grid.configured(stored["run"])
     model = architectures.resolve_config(config)
     policy = config.precision.policy
     ledger = memory.training(model, config, policy, grid.platform(target))
     batch = sum(row.bytes_per_device for row in ledger.rows if row.kind == "batch" and row.phase == ledger.peak_phase)
-    refused = bool(told["refused"])
-    known = told["arguments"] if isinstance(told["arguments"], int) else None
+    refused = bool(stored["refused"])
+    known = stored["arguments"] if isinstance(stored["arguments"], int) else None
     found = (
-        peers.estimates(model, config, policy, target)
+        estimators.estimates(model, config, policy, target)
         if target != "cpu"
-        else peers.estimates(model, config, policy, "h100")
+        else estimators.estimates(model, config, policy, "h100")
     )
     size = grid.MEMORY[target] if target == "cpu" else detect.by_name(target).memory_bytes or 0
     return Result(
         cell=grid.Cell(name, target, config),
         formula=ledger.peak_bytes,
-        xla=told["peak"] if isinstance(told["peak"], int) else None,
+        xla=stored["peak"] if isinstance(stored["peak"], int) else None,
         refused=refused,
         state=None if known is None else ledger.persistent_bytes + batch - known,
-        peers={peer: None if isinstance(figure, Unknown) else float(figure) for peer, figure in found.items()},
-        fill=ledger.peak_bytes / size,
+        estimates={name: None if isinstance(figure, Unknown) else float(figure) for name, figure in found.items()},
+        memory_fraction=ledger.peak_bytes / size,
         memory=size,
     )
 
@@ -103,7 +103,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 def report(folder: pathlib.Path) -> None:
-    """Prints the tables of all targets, of the peers and of the worst cells; draws the plot; writes a summary."""
+    """Prints the tables of targets, other estimators and worst cells; draws the plot; writes a summary."""
     console = Console(width=WIDTH)
     found = {target: results(folder, target) for target in grid.TARGETS}
     found = {target: made for target, made in found.items() if made}
@@ -111,10 +111,10 @@ def report(folder: pathlib.Path) -> None:
     table = Table(title="Peak by formula against XLA's", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("target", "cells", "state off", "compared", "median", "95th", "worst", "said to fit", "false fits"):
         table.add_column(heading, justify="left" if heading == "target" else "right")
-    for target, told in summary.items():
-        table.add_row(target, *(_told(told[key]) for key in list(told) if key != "peers"))
+    for target, figures in summary.items():
+        table.add_row(target, *(_cell(figures[key]) for key in list(figures) if key != "peers"))
     console.print(table)
-    console.print(_peer_table(summary))
+    console.print(_estimator_table(summary))
     console.print(_worst_table([result for made in found.values() for result in made]))
     console.print(f"Verdict: {verdict(summary)}")
     (folder / "ledger_vs_xla.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -124,11 +124,12 @@ def report(folder: pathlib.Path) -> None:
 def _summary(made: list[Result]) -> dict[str, Any]:
     gaps = sorted(abs(result.gap) for result in made if result.gap is not None)
     compared: dict[str, Any] = {}
-    for peer in peers.PEERS:
-        both = [(r.peers[peer], r.xla) for r in made if r.gap is not None and r.peers[peer] is not None and r.xla]
-        off = sorted(abs(said / xla - 1) for said, xla in both if said is not None)
-        fits = sum(1 for said, xla in both if said is not None and said <= FILL * made[0].memory < made[0].memory < xla)
-        compared[peer] = {
+    for name in estimators.ESTIMATORS:
+        pairs = [(r.estimates[name], r.xla) for r in made if r.gap is not None and r.xla]
+        known = [(estimate, xla) for estimate, xla in pairs if estimate is not None]
+        off = sorted(abs(estimate / xla - 1) for estimate, xla in known)
+        fits = sum(1 for estimate, xla in known if estimate <= FITS * made[0].memory < made[0].memory < xla)
+        compared[name] = {
             "cells": len(off),
             "median": statistics.median(off) if off else None,
             "95th": percentile(off, 0.95) if off else None,
@@ -141,40 +142,43 @@ def _summary(made: list[Result]) -> dict[str, Any]:
         "median": statistics.median(gaps),
         "95th": percentile(gaps, 0.95),
         "worst": gaps[-1],
-        "said to fit": sum(result.fill <= FILL for result in made),
+        "said to fit": sum(result.memory_fraction <= FITS for result in made),
         "false fits": sum(result.false_fit for result in made),
         "peers": compared,
     }
 
 
-def _told(value: float | int | None) -> str:
+def _cell(value: float | int | None) -> str:
     if value is None:
         return "–"
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
-def _peer_table(summary: dict[str, Any]) -> Table:
+def _estimator_table(summary: dict[str, Any]) -> Table:
     table = Table(
-        title="What others would say of the cells that they have an answer for",
+        title="Other estimators, on the cells that they support",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )
     table.add_column("target")
-    for peer in peers.PEERS:
-        table.add_column(f"{peer}: cells, median, 95th", justify="right")
-    for target, told in summary.items():
-        row = (told["peers"][peer] for peer in peers.PEERS)
-        table.add_row(target, *(f"{one['cells']}, {_told(one['median'])}, {_told(one['95th'])}" for one in row))
+    for name in estimators.ESTIMATORS:
+        table.add_column(f"{name}: cells, median, 95th", justify="right")
+    for target, figures in summary.items():
+        row = (figures["peers"][name] for name in estimators.ESTIMATORS)
+        table.add_row(target, *(f"{one['cells']}, {_cell(one['median'])}, {_cell(one['95th'])}" for one in row))
     return table
 
 
 def _worst_table(made: list[Result]) -> Table:
-    table = Table(title="The ten cells that miss most", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("cell", "gap", "fill", "run"):
-        table.add_column(heading, justify="right" if heading in ("gap", "fill") else "left")
+    table = Table(title="The ten cells with the largest gaps", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("cell", "gap", "memory", "run"):
+        table.add_column(heading, justify="right" if heading in ("gap", "memory") else "left")
     for result in sorted((r for r in made if r.gap is not None), key=lambda r: -abs(r.gap or 0))[:10]:
         table.add_row(
-            result.cell.name, f"{result.gap:+.1%}", f"{result.fill:.0%}", grid.description(result.cell.config)
+            result.cell.name,
+            f"{result.gap:+.1%}",
+            f"{result.memory_fraction:.0%}",
+            grid.description(result.cell.config),
         )
     return table
 
@@ -182,16 +186,16 @@ def _worst_table(made: list[Result]) -> Table:
 def verdict(summary: dict[str, Any]) -> str:
     """Returns the verdict on the claim in one line: that it holds, or what fails."""
     faults = []
-    for target, told in summary.items():
-        faults += [f"{target}: state is {told['state off']:,} B off"] if told["state off"] else []
-        faults += [f"{target}: median {told['median']:.1%}"] if told["median"] > 0.02 else []
-        faults += [f"{target}: 95th percentile {told['95th']:.1%}"] if told["95th"] > 0.06 else []
-        faults += [f"{target}: {told['false fits']} false fits"] if told["false fits"] else []
+    for target, figures in summary.items():
+        faults += [f"{target}: state is {figures['state off']:,} B off"] if figures["state off"] else []
+        faults += [f"{target}: median {figures['median']:.1%}"] if figures["median"] > 0.02 else []
+        faults += [f"{target}: 95th percentile {figures['95th']:.1%}"] if figures["95th"] > 0.06 else []
+        faults += [f"{target}: {figures['false fits']} false fits"] if figures["false fits"] else []
     return "; ".join(faults) if faults else "holds: state exact, median ≤ 2 %, 95th percentile ≤ 6 %, no false fit"
 
 
 def draw(found: dict[str, list[Result]], path: pathlib.Path) -> None:
-    """Plots each cell's formula and each peer's answer against XLA's peak; does nothing without matplotlib."""
+    """Plots each cell's formula and each other estimator's against XLA's peak; does nothing without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -203,15 +207,19 @@ def draw(found: dict[str, list[Result]], path: pathlib.Path) -> None:
     for place, (target, made) in zip(axes[0], found.items(), strict=True):
         cells = [result for result in made if result.gap is not None and result.xla]
         xla = [result.xla / 2**30 for result in cells if result.xla]
-        for peer, marker in zip(peers.PEERS, "^vsD", strict=True):
-            both = [(r.xla / 2**30, r.peers[peer] / 2**30) for r in cells if r.peers[peer] is not None and r.xla]
-            if both:
-                place.scatter(*zip(*both, strict=True), marker=marker, s=14, alpha=0.6, label=peer, linewidths=0)
+        for name, marker in zip(estimators.ESTIMATORS, "^vsD", strict=True):
+            pairs = [
+                (r.xla / 2**30, r.estimates[name] / 2**30) for r in cells if r.estimates[name] is not None and r.xla
+            ]
+            if pairs:
+                place.scatter(*zip(*pairs, strict=True), marker=marker, s=14, alpha=0.6, label=name, linewidths=0)
         place.scatter(xla, [r.formula / 2**30 for r in cells], s=16, color="black", label="jaxllm", zorder=3)
         ends = (min(xla) / 2, max(xla) * 2)
         place.plot(ends, ends, color="0.6", linewidth=1, zorder=0)
-        place.set(xscale="log", yscale="log", title=f"{target}: {len(cells)} cells", xlabel="XLA's peak, GiB a device")
-        place.set_ylabel("said, GiB a device")
+        place.set(
+            xscale="log", yscale="log", title=f"{target}: {len(cells)} cells", xlabel="XLA's peak, GiB per device"
+        )
+        place.set_ylabel("estimate, GiB per device")
         place.legend(fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

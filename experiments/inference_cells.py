@@ -10,7 +10,7 @@ import jax
 from jaxllm import architectures, programs
 from jaxllm.config import Config
 from jaxllm.hardware import detect
-from jaxllm.ledger.compiled.task_programs import SamplingSpec
+from jaxllm.ledger.compiled.inspection import SamplingSpec
 from jaxllm.programs import Program
 from jaxllm.step.precision import policy_for
 

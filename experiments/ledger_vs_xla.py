@@ -7,7 +7,7 @@ never reported for a run that does not fit.
 
 Compiles the cells of `grid.py` for each target and saves XLA's figures to `results/ledger_vs_xla_<target>.json` after
 each cell, so an interrupted run resumes where it stopped. Formula results are not saved: the report (`grid_report.py`)
-recomputes them and compares them with four other estimators (`peers.py`).
+recomputes them and compares them with four other estimators (`estimators.py`).
 """
 
 import argparse
@@ -30,9 +30,8 @@ import jax
 
 from jaxllm import architectures
 from jaxllm.hardware import detect
-from jaxllm.ledger.compiled import absent, attached
-from jaxllm.ledger.compiled.attached import Inspection
-from jaxllm.ledger.compiled.task_programs import programs_of
+from jaxllm.ledger.compiled import absent, inspection
+from jaxllm.ledger.compiled.inspection import Inspection, task_programs
 from jaxllm.ledger.rows import figure_to_json
 from jaxllm.parallel import mesh
 
@@ -44,11 +43,11 @@ def inspect(cell: grid.Cell) -> Inspection:
     config, platform = cell.config, grid.platform(cell.target)
     model = architectures.resolve_config(config)
     if platform == "cpu":
-        return attached.inspect(
-            programs_of(config, model, platform, mesh.make_mesh(config.mesh), None)["train_step"].compile
+        return inspection.inspect(
+            task_programs(config, model, platform, mesh.make_mesh(config.mesh), None)["train_step"].compile
         )
     device = detect.by_name(cell.target)
-    program = programs_of(config, model, platform, absent.abstract_mesh(config), None)["train_step"]
+    program = task_programs(config, model, platform, absent.abstract_mesh(config), None)["train_step"]
     target = absent.require_compiler(device.name, device.compile_target)
     return absent.inspect_program(program, target, math.prod(mesh.axis_sizes(config.mesh).values()))
 
@@ -68,21 +67,21 @@ def measure(cell: grid.Cell) -> dict[str, Any]:
 def run(folder: pathlib.Path, target: str, cells: Iterable[grid.Cell]) -> None:
     """Measures the cells of a target that are not in its result file yet."""
     path = folder / f"ledger_vs_xla_{target}.json"
-    kept = json.loads(path.read_text()) if path.exists() else {"target": target, "jax": jax.__version__, "cells": {}}
+    stored = json.loads(path.read_text()) if path.exists() else {"target": target, "jax": jax.__version__, "cells": {}}
     for cell in cells:
-        if cell.name in kept["cells"]:
+        if cell.name in stored["cells"]:
             continue
-        kept["cells"][cell.name] = told = measure(cell)
-        path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-        print(cell.name, told["seconds"], "s", told["peak"], told["refused"][:80], flush=True)
+        stored["cells"][cell.name] = found = measure(cell)
+        path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+        print(cell.name, found["seconds"], "s", found["peak"], found["refused"][:80], flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=grid.TARGETS, help="compile cells for it")
-    parser.add_argument("--cells", type=int, default=100, help="how many, those that are there included")
-    parser.add_argument("--kernels", type=int, help="compile so many of those with kernels of attention instead")
-    parser.add_argument("--report", action="store_true", help="statistics of all targets")
+    parser.add_argument("--target", choices=grid.TARGETS, help="device that cells are compiled for")
+    parser.add_argument("--cells", type=int, default=100, help="number of cells, stored ones included")
+    parser.add_argument("--kernels", type=int, help="compile this number of cells with attention kernels instead")
+    parser.add_argument("--report", action="store_true", help="print statistics of all targets")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results")
     arguments = parser.parse_args()
     if arguments.target:

@@ -224,8 +224,8 @@ def show(found: Mapping[str, Mapping[str, Run]], console: Console) -> None:
     for name, runs in found.items():
         for kind, run in runs.items():
             xla = "unknown" if isinstance(run.xla, Unknown) else format_bytes(run.xla)
-            told = [f"{run.seconds:.4g}", f"{run.in_order:.4g}", run.bound, format_bytes(run.formula), xla]
-            table.add_row(name if kind == KINDS[0] else "", kind, *told, verdict(runs) if kind == "planner" else "")
+            cells = [f"{run.seconds:.4g}", f"{run.in_order:.4g}", run.bound, format_bytes(run.formula), xla]
+            table.add_row(name if kind == KINDS[0] else "", kind, *cells, verdict(runs) if kind == "planner" else "")
     console.print(table)
 
 
@@ -242,29 +242,29 @@ def write_bills(found: Mapping[str, Mapping[str, Run]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bills", action="store_true", help="write the peaks into the docstrings of configs/*.py")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     kept: dict[str, Any] = before.get("compiled", {})
     found: dict[str, dict[str, Run]] = {}
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "claim": f"the planner's choice is at least {WORTH:g} times as fast as the obvious one",
         "prediction": "it is for all that span several GPUs; on one the two are alike",
         "device": detect.by_name(DEVICE).name,
     }
     for name in OBVIOUS:
         found[name] = measure(name, kept)
-        told["runs"] = {each: {kind: run.to_json() for kind, run in runs.items()} for each, runs in found.items()}
-        told["verdicts"] = {each: verdict(runs) for each, runs in found.items()}
+        document["runs"] = {each: {kind: run.to_json() for kind, run in runs.items()} for each, runs in found.items()}
+        document["verdicts"] = {each: verdict(runs) for each, runs in found.items()}
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(told | {"compiled": kept}, indent=1) + "\n")
-    holds = [name for name, words in told["verdicts"].items() if words == "holds"]
+        RESULTS.write_text(json.dumps(document | {"compiled": kept}, indent=1) + "\n")
+    holds = [name for name, outcome in document["verdicts"].items() if outcome == "holds"]
     console = Console(width=WIDTH)
     for part in ("claim", "prediction"):
-        console.print(f"{part + ':':<13} {told[part]}", highlight=False)
+        console.print(f"{part + ':':<13} {document[part]}", highlight=False)
     show(found, console)
-    told_of = f"holds for {len(holds)} of {len(found)}: {', '.join(holds) or 'none'}"
-    console.print(f"{'verdict:':<13} {told_of}", highlight=False)
-    if asked.bills:
+    conclusion = f"holds for {len(holds)} of {len(found)}: {', '.join(holds) or 'none'}"
+    console.print(f"{'verdict:':<13} {conclusion}", highlight=False)
+    if arguments.bills:
         write_bills(found)
 
 

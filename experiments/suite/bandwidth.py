@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxllm.kernels.decode import common as decode_common
 from jaxllm.kernels.decode.api import decode_attention
-from suite import ours, peaks, timing, work
+from suite import implementations, performance
 from suite.records import Context
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # as in Llama 3 8B
@@ -22,7 +22,7 @@ def program() -> Any:
 
     def run(q: Any, k: Any, v: Any, lengths: Any, scales: Any) -> Any:
         options = {"window": 0, "scale": HEAD_DIM**-0.5, "softcap": 0.0, "capacity": k.shape[2]}
-        options |= {"platform": "gpu", "interpret": ours.interpreted()}
+        options |= {"platform": "gpu", "interpret": implementations.interpreted()}
 
         def step(_: Any, q: Any) -> Any:
             return decode_attention(q, k, v, lengths, **scales, **options)
@@ -50,9 +50,9 @@ def measure(context: Context, batch: int, length: int, int8: bool) -> None:
     heads, key_heads, head_dim = (4, 2, 16) if context.tiny else (HEADS, KEY_HEADS, HEAD_DIM)
     arguments = arrays(batch, length, heads, key_heads, head_dim, int8)
     executable = program().lower(*arguments).compile()
-    timed = timing.measure(functools.partial(executable, *arguments))
-    moved = STEPS * work.cache_bytes(batch, key_heads, length, head_dim, arguments[1].dtype.itemsize)
-    copied = peaks.copy_rate(context.tiny)
+    timed = performance.measure(functools.partial(executable, *arguments))
+    moved = STEPS * performance.cache_bytes(batch, key_heads, length, head_dim, arguments[1].dtype.itemsize)
+    copied = performance.copy_rate(context.tiny)
     context.add(
         f"{'int8' if int8 else 'bfloat16'} cache, {batch} × {length}",
         unit="GB/s",

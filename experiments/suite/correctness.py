@@ -16,9 +16,9 @@ from jaxllm.errors import UserError
 from jaxllm.kernels import reference
 from jaxllm.kernels.decode import common as decode_common
 from jaxllm.kernels.decode.api import decode_attention
-from suite import exact, ours, timing
+from suite import exact, implementations, performance
 from suite.cells import Cell, grid
-from suite.records import Context, told
+from suite.records import Context, one_line
 
 FLASH_LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 DECODE_LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
@@ -32,7 +32,7 @@ Attend = Callable[..., jax.Array]
 
 
 def flash_arrays(cell: Cell) -> tuple[tuple[jax.Array, ...], np.ndarray, np.ndarray]:
-    """Returns (q, k, v, change) and the segment ids of queries and keys, all 1 if the cell is not segmented."""
+    """Returns (q, k, v, d_out) and the segment ids of queries and keys, all 1 if the cell is not segmented."""
     (T, S), H = cell["lengths"], cell["head_dim"]
     generator = np.random.default_rng(T + S + H)
     shapes = [(BATCH, T, KEY_HEADS * cell["group"], H), *[(BATCH, KEY_HEADS, S, H)] * 2]
@@ -44,16 +44,16 @@ def flash_arrays(cell: Cell) -> tuple[tuple[jax.Array, ...], np.ndarray, np.ndar
 
 
 def flash_program(cell: Cell, attend: Attend) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a jitted (q, k, v, change, *segments) -> output and gradients, and its arguments."""
+    """Returns a jitted (q, k, v, d_out, *segments) -> output and gradients, and its arguments."""
     arrays, q_segments, k_segments = flash_arrays(cell)
     segments = (jnp.asarray(q_segments), jnp.asarray(k_segments)) if cell["segmented"] else ()
     options = {"causal": cell["causal"], "window": cell["window"], "softcap": cell["softcap"]}
 
-    def run(q: Any, k: Any, v: Any, change: Any, *segments: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, d_out: Any, *segments: Any) -> Any:
         out, pull = jax.vjp(
             lambda q, k, v: attend(q, k, v, *segments, **options, scale=cell["head_dim"] ** -0.5), q, k, v
         )
-        return out, *pull(change)
+        return out, *pull(d_out)
 
     return jax.jit(run), (*arrays, *segments)
 
@@ -61,7 +61,7 @@ def flash_program(cell: Cell, attend: Attend) -> tuple[Any, tuple[Any, ...]]:
 def flash_errors(cell: Cell, got: Iterable[Any]) -> dict[str, float]:
     """Returns the error of the output and of each gradient."""
     arrays, q_segments, k_segments = flash_arrays(cell)
-    mask = exact.seen(*cell["lengths"], cell["causal"], cell["window"])[None]
+    mask = exact.attention_mask(*cell["lengths"], cell["causal"], cell["window"])[None]
     mask = mask & (q_segments[:, :, None] == k_segments[:, None, :])
     want = exact.attention(*arrays, mask, cell["head_dim"] ** -0.5, cell["softcap"])
     return {name: exact.error(a, b) for name, a, b in zip(NAMES, got, want, strict=True)}
@@ -80,7 +80,7 @@ def decode_program(cell: Cell) -> tuple[Any, tuple[Any, ...]]:
         (k, k_scale), (v, v_scale) = decode_common.quantize(k), decode_common.quantize(v)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"window": decode_window(cell), "scale": H**-0.5, "softcap": cell["softcap"]}
-    options |= {"capacity": 3 * S if ring else S, "platform": "gpu", "interpret": ours.interpreted()}
+    options |= {"capacity": 3 * S if ring else S, "platform": "gpu", "interpret": implementations.interpreted()}
     run = jax.jit(lambda q, k, v, lengths, scales: decode_attention(q, k, v, lengths, **scales, **options))
     return run, (q, k, v, jnp.asarray(lengths, jnp.int32), scales)
 
@@ -132,8 +132,8 @@ def judge(
             if optional and isinstance(error, UserError):
                 refused.append(label)
             else:
-                wrong[label] = told(error)
-    compiled = timing.compile_all(lowered)
+                wrong[label] = one_line(error)
+    compiled = performance.compile_all(lowered)
     worst: dict[str, tuple[float, str]] = {}
     for label, executable in compiled.items():
         cell, _, arguments = programs[label]
@@ -141,12 +141,12 @@ def judge(
             left_out += 1
             continue
         if isinstance(executable, Exception):
-            wrong[label] = told(executable)
+            wrong[label] = one_line(executable)
             continue
         try:
             fault, share = _cell(executable, cell, arguments, errors, limits[cell["dtype"]])
         except Exception as error:  # a device error; later cells may fail likewise
-            wrong[label] = told(error)
+            wrong[label] = one_line(error)
             continue
         worst[cell["dtype"]] = max(worst.get(cell["dtype"], (0.0, "")), (share, label))
         if fault:
@@ -163,8 +163,8 @@ def judge(
             ok=share <= 1,
         )
     notes = [f"{seconds:.0f} s"]
-    notes += [f"{len(refused)} refused in words"] if refused else []
-    notes += [f"{left_out} not run for want of time"] if left_out else []
+    notes += [f"{len(refused)} not supported"] if refused else []
+    notes += [f"{left_out} not run, no time was left"] if left_out else []
     notes += [f"{label}: {why}" for label, why in list(wrong.items())[:1]]
     context.add(
         f"{name}: cells that are right, and ten times the same",
@@ -217,7 +217,9 @@ def long_sequence(context: Context, length: int, window: int) -> None:
         out, pull = jax.vjp(function, *arrays[:3])
         return out, *pull(arrays[3])
 
-    got = jax.jit(functools.partial(both, functools.partial(ours.attend, causal=True, **rule)))(*arrays)
+    got = jax.jit(functools.partial(both, functools.partial(implementations.jaxllm_attention, causal=True, **rule)))(
+        *arrays
+    )
     with jax.default_matmul_precision("highest"):
         want = jax.jit(functools.partial(both, plain))(*(x.astype(jnp.float32) for x in arrays))
     found = {name: exact.error(a, np.asarray(b, np.float64)) for name, a, b in zip(NAMES, got, want, strict=True)}
@@ -232,12 +234,16 @@ def long_sequence(context: Context, length: int, window: int) -> None:
 
 
 def run(context: Context) -> None:
-    versions = ours.versions(jax.devices()[0])
-    flash(context, f"flash {ours.TRITON}", functools.partial(ours.attend, **versions.pop(ours.TRITON)))
+    versions = implementations.jaxllm_versions(jax.devices()[0])
+    flash(
+        context,
+        f"flash {implementations.TRITON}",
+        functools.partial(implementations.jaxllm_attention, **versions.pop(implementations.TRITON)),
+    )
     cells = grid("decode", context.tiny)
     judge(context, "decode", {label(c): (c, *decode_program(c)) for c in cells}, decode_errors, DECODE_LIMITS)
     for length, window in [(64, 0)] if context.tiny else [(8192, 0), (8192, 1000)]:
         act = functools.partial(long_sequence, context, length, window)
         context.attempt(f"flash, {length} tokens", 4 if context.tiny else 10, act, required=True)
     for name, version in versions.items():  # versions that are not the default
-        flash(context, f"flash {name}", functools.partial(ours.attend, **version), optional=True)
+        flash(context, f"flash {name}", functools.partial(implementations.jaxllm_attention, **version), optional=True)

@@ -6,45 +6,45 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 
-def seen(queries: int, keys: int, causal: bool, window: int) -> Bool[np.ndarray, "T S"]:
+def attention_mask(queries: int, keys: int, causal: bool, window: int) -> Bool[np.ndarray, "T S"]:
     """Returns the mask of keys that each query attends to; query t is at position t + S - T."""
-    place, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
+    position, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
     mask = np.ones((queries, keys), bool)
     if causal:
-        mask &= key <= place
+        mask &= key <= position
     if window:
-        mask &= np.abs(place - key) < window
+        mask &= np.abs(position - key) < window
     return mask
 
 
 def attention(
-    q: Any, k: Any, v: Any, change: Any, mask: Bool[np.ndarray, "B T S"], scale: float, softcap: float
+    q: Any, k: Any, v: Any, d_out: Any, mask: Bool[np.ndarray, "B T S"], scale: float, softcap: float
 ) -> tuple[Float[np.ndarray, "..."], ...]:
-    """Returns output [B,T,N,H] and the gradients of sum(output · change) for q [B,T,N,H], k and v [B,K,S,H].
+    """Returns output [B,T,N,H] and the gradients of sum(output · d_out) for q [B,T,N,H], k and v [B,K,S,H].
 
     A query with no visible key has output 0 and zero gradients.
     """
-    q, k, v, change = (np.asarray(x, np.float64) for x in (q, k, v, change))
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     B, T, N, H = q.shape
     K = k.shape[1]
     # Heads grouped by KV head: queries [B, K, G, T, H], keys and values [B, K, 1, S, H].
-    queries, changes = (x.transpose(0, 2, 1, 3).reshape(B, K, N // K, T, H) for x in (q, change))
+    queries, d_outs = (x.transpose(0, 2, 1, 3).reshape(B, K, N // K, T, H) for x in (q, d_out))
     keys, values = k[:, :, None], v[:, :, None]
     raw = queries @ keys.swapaxes(-1, -2) * scale
     capped = softcap * np.tanh(raw / softcap) if softcap else raw
     slope = 1 - (capped / softcap) ** 2 if softcap else 1.0
-    shown = np.where(mask[:, None, None], capped, -np.inf)
-    high = np.where(mask.any(-1)[:, None, None], shown.max(-1), 0.0)
-    weights = np.exp(shown - high[..., None])
+    masked = np.where(mask[:, None, None], capped, -np.inf)
+    m = np.where(mask.any(-1)[:, None, None], masked.max(-1), 0.0)
+    weights = np.exp(masked - m[..., None])
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-    on_weights = changes @ values.swapaxes(-1, -2)
-    scores = weights * (on_weights - (weights * on_weights).sum(-1, keepdims=True)) * slope * scale
+    d_weights = d_outs @ values.swapaxes(-1, -2)
+    scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * slope * scale
 
     def by_query(x: np.ndarray) -> np.ndarray:
         return x.reshape(B, N, T, H).transpose(0, 2, 1, 3)
 
     dk = (scores.swapaxes(-1, -2) @ queries).sum(2)
-    dv = (weights.swapaxes(-1, -2) @ changes).sum(2)
+    dv = (weights.swapaxes(-1, -2) @ d_outs).sum(2)
     return by_query(weights @ values), by_query(scores @ keys), dk, dv
 
 

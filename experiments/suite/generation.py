@@ -15,7 +15,7 @@ from jaxllm.engine.request import SampleRequest
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.model import specs
 from jaxllm.step.precision import policy_for
-from suite import peaks, steps, timing, work
+from suite import performance, steps
 from suite.records import Context
 
 MODEL = "llama3.2-1b"
@@ -35,7 +35,7 @@ def measure(context: Context, generator: Generator, model: Architecture, batch: 
     prompts = [chr(ord("a") + row % 26) * prompt for row in range(batch)]
     request = SampleRequest(max_new_tokens=new, sampling=SamplingOptions(temperature=0.0), ignore_eos=True)
     generator.generate(prompts, request)  # warm-up: compiles
-    repeats = 2 if context.tiny else timing.REPEATS
+    repeats = 2 if context.tiny else performance.REPEATS
     times = [generator.generate(prompts, request)[1] for _ in range(repeats)]
     taken = [t.prompt_tokens / t.first_token for t in times]
     made = [t.tokens_per_second for t in times]
@@ -44,8 +44,8 @@ def measure(context: Context, generator: Generator, model: Architecture, batch: 
         fields: dict[str, Any] = {"detail": {}}
         if what == "decode":
             seconds = batch / statistics.median(rates)
-            moved = work.decode_bytes(model, batch, prompt + new // 2)
-            share = moved / seconds / peaks.copy_rate(context.tiny)
+            moved = performance.decode_bytes(model, batch, prompt + new // 2)
+            share = moved / seconds / performance.copy_rate(context.tiny)
             fields = {
                 "detail": {"bytes_per_token": moved, "of_copy": share},
                 "note": f"{1e3 * seconds:.2f} ms a token; {share:.0%} of a copy, by weights and cache read once",

@@ -21,7 +21,7 @@ from jaxllm.config import Config
 from jaxllm.hardware import detect
 from jaxllm.ledger import bill
 from jaxllm.ledger import device as device_lib
-from jaxllm.ledger.compiled import attached, task_programs
+from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.rows import Figure, Unknown, figure_to_json, format_bytes
 from jaxllm.parallel.mesh import make_mesh
 from suite import records, steps
@@ -44,7 +44,7 @@ INFERENCE = (
     ("gemma3-1b", 4, 8192, 128),
 )
 COUNT = len(TRAINING) + len(INFERENCE)
-SIDE_BY_SIDE = 4  # processes; their total memory is far below a device's
+CONCURRENT_PROCESSES = 4  # processes; their total memory is far below a device's
 _SECONDS = 60  # time limit per process
 # Allocate on demand, so that processes can use the device concurrently.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -67,12 +67,12 @@ def train(index: int, tiny: bool) -> dict[str, Any]:
     model, length, batch, optimizer, remat, parts = TRAINING[index]
     config = steps.configured(model, length, batch, remat, tiny)
     config.optimizer.name, config.train.accumulate = optimizer, parts
-    made = steps.Run(config)
-    made.begin()
+    training_run = steps.Run(config)
+    training_run.initialize()
     before = peak()
-    jax.block_until_ready([made.one() for _ in range(2)])
-    ledger = bill.training(config, made.model, detect.this_machine())
-    return figures(ledger.peak_bytes, attached.figures(made.compiled)["peak"], before, peak())
+    jax.block_until_ready([training_run.step_once() for _ in range(2)])
+    ledger = bill.training(config, training_run.model, detect.this_machine())
+    return figures(ledger.peak_bytes, inspection.figures(training_run.compiled)["peak"], before, peak())
 
 
 def infer(index: int, tiny: bool) -> dict[str, Any]:
@@ -81,19 +81,19 @@ def infer(index: int, tiny: bool) -> dict[str, Any]:
     config = steps.configured(model_name, 1, 1, "none", tiny)
     batch, context, chunk = (2, 64, 16) if tiny else (batch, context, chunk)
     model = architectures.resolve_config(config)
-    asked = task_programs.SamplingSpec(batch, context, chunk, steps=8)
-    made = task_programs.programs_of(config, model, jax.default_backend(), make_mesh(Config().mesh), asked)
-    executables = {name: program.compile() for name, program in made.items()}
-    params, state = (jax.jit(lambda tree=tree: filled(tree))() for tree in made["prefill"].inputs[:2])
+    sizes = inspection.SamplingSpec(batch, context, chunk, steps=8)
+    task_programs = inspection.task_programs(config, model, jax.default_backend(), make_mesh(Config().mesh), sizes)
+    executables = {name: program.compile() for name, program in task_programs.items()}
+    params, state = (jax.jit(lambda tree=tree: filled(tree))() for tree in task_programs["prefill"].inputs[:2])
     jax.block_until_ready((params, state))
     before = peak()
     tokens = jnp.zeros((batch, chunk), jnp.int32)
-    state = executables["prefill"](params, state, tokens, jnp.ones((batch, chunk), bool))
+    state = executables["prefill"](params, state, tokens, jnp.step_onces((batch, chunk), bool))
     jax.block_until_ready(executables["decode"](params, state, jnp.int32(8)))
     ledger = bill.sampling(model_name, model, detect.this_machine(), batch, context, chunk)
-    told = [attached.figures(executable)["peak"] for executable in executables.values()]
-    unknown = [figure for figure in told if isinstance(figure, Unknown)]
-    return figures(ledger.peak_bytes, unknown[0] if unknown else max(told), before, peak())
+    peaks = [inspection.figures(executable)["peak"] for executable in executables.values()]
+    unknown = [figure for figure in peaks if isinstance(figure, Unknown)]
+    return figures(ledger.peak_bytes, unknown[0] if unknown else max(peaks), before, peak())
 
 
 def filled(tree: Any) -> Any:
@@ -116,24 +116,24 @@ def figures(formula: int, xla: Figure, before: Figure, after: Figure) -> dict[st
 
 def record(index: int, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a configuration's record: the device's peak in GiB, or the formula's if it reports none."""
-    told = found["bytes"]
-    known = {name: x for name, x in told.items() if isinstance(x, int) and name != "before"}
+    sizes = found["bytes"]
+    known = {name: x for name, x in sizes.items() if isinstance(x, int) and name != "before"}
     beside = {name: x / 2**30 for name, x in known.items()}
     value = beside.pop("device", None)
     notes = [
-        f"{name} {format_bytes(told[name])} ({told['formula'] / told[name] - 1:+.1%})"
+        f"{name} {format_bytes(sizes[name])} ({sizes['formula'] / sizes[name] - 1:+.1%})"
         for name in ("xla", "device")
         if name in known
     ]
-    notes += [f"device: {told['device']['unknown']}"] if isinstance(told["device"], dict) else []
-    notes += ["the device's peak is of making the inputs"] if found["hidden"] else []
+    notes += [f"device: {sizes['device']['unknown']}"] if isinstance(sizes["device"], dict) else []
+    notes += ["the device's peak is that of creating the inputs"] if found["hidden"] else []
     return {
         "name": name_of(index),
         "value": beside["formula"] if value is None else value,
         "unit": "GiB",
         "beside": beside,
         "detail": found,
-        "note": f"formula {format_bytes(told['formula'])}; formula against " + ", ".join(notes),
+        "note": f"formula {format_bytes(sizes['formula'])}; formula against " + ", ".join(notes),
     }
 
 
@@ -151,7 +151,7 @@ def run(context: Context) -> None:
     def one(index: int) -> None:
         allowed = context.left() if context.tiny else min(_SECONDS, context.left())
         if allowed < 5:
-            context.add(name_of(index), note="skipped: the section's time is over")
+            context.add(name_of(index), note="skipped: no time is left")
             return
         command = [sys.executable, str(script), "--cell", str(index), "--records", str(context.path)]
         command += ["--seconds", str(allowed)] + ["--tiny"] * context.tiny
@@ -164,19 +164,19 @@ def run(context: Context) -> None:
             context.add(name_of(index), note=f"stopped after {time.monotonic() - begun:.0f} s")
             return
         if child.returncode:
-            last = [line for line in child.stderr.splitlines() if line.strip()][-1:] or ["it said nothing"]
+            last = [line for line in child.stderr.splitlines() if line.strip()][-1:] or ["no output"]
             context.add(name_of(index), note=f"failed: {last[0]}"[:200])
 
-    with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+    with concurrent.futures.ThreadPoolExecutor(CONCURRENT_PROCESSES) as pool:
         list(pool.map(one, indices))
     context.add("the formula against the device", **summary(records.read(context.path)))
 
 
 def summary(found: Sequence[Record]) -> dict[str, Any]:
     """Returns a record's fields: median and range of the formula's relative error against the device's peaks, in %."""
-    told = [record.detail["bytes"] for record in found if "bytes" in record.detail]
-    gaps = sorted(100 * abs(x["formula"] / x["device"] - 1) for x in told if isinstance(x["device"], int))
+    peaks = [record.detail["bytes"] for record in found if "bytes" in record.detail]
+    gaps = sorted(100 * abs(x["formula"] / x["device"] - 1) for x in peaks if isinstance(x["device"], int))
     if not gaps:
-        return {"note": "no device told its peak"}
+        return {"note": "the device reports no peak"}
     middle = statistics.median(gaps)
     return {"value": middle, "unit": "% off", "low": gaps[0], "high": gaps[-1], "note": f"of {len(gaps)}, median"}

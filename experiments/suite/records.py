@@ -1,11 +1,18 @@
-"""Records of the suite's sections: one JSON line per figure, so that a killed section keeps its finished records."""
+"""Records of the suite's sections, and the text table of them.
+
+A record is one JSON line, so that a killed section keeps its finished records.
+"""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+WIDTH = 100  # columns of the table
+_MARK = {True: "ok", False: "WRONG", None: ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +86,20 @@ class Context:
         ok = False if required else None
         if self.left() < seconds:
             left = max(self.left(), 0)
-            self.add(name, note=f"skipped: it may take {seconds:.0f} s and {left:.0f} s are left", ok=ok)
+            self.add(name, note=f"skipped: it may take {seconds:.0f} s; {left:.0f} s are left", ok=ok)
             return False
         try:
             act()
         except Exception as error:  # from any library, down to the driver
-            self.add(name, note=f"failed: {told(error)}", ok=ok)
+            self.add(name, note=f"failed: {one_line(error)}", ok=ok)
             return False
         return True
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Returns an error as one line of at most 160 characters."""
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}"[:160]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:160]
 
 
 def read(path: pathlib.Path) -> list[Record]:
@@ -106,7 +113,7 @@ def read(path: pathlib.Path) -> list[Record]:
     return found
 
 
-HEAD = {
+DOCUMENT = {
     "device": str,
     "platform": str,
     "driver": str,
@@ -126,7 +133,7 @@ def check(document: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a field is missing or invalid; the message names the first one.
     """
-    for name, kind in HEAD.items():
+    for name, kind in DOCUMENT.items():
         if not isinstance(document.get(name), kind):
             raise ValueError(f"{name} is {document.get(name)!r}")
     fields = {field.name for field in dataclasses.fields(Record)}
@@ -138,3 +145,46 @@ def check(document: Mapping[str, Any]) -> None:
             raise ValueError(f"{row['name']}: a figure without a unit, or no number: {row['value']!r}")
         if not measured and not row["note"]:
             raise ValueError(f"{row['name']}: neither a figure nor why there is none")
+
+
+def _number(value: float) -> str:
+    """Formats a number with three significant digits, or as an integer from 1000 on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _spread(record: Record) -> str:
+    """Formats half of the repeats' range as a percentage of the median; "" if not repeated."""
+    if not record.repeats or record.low is None or record.high is None or not record.value:
+        return ""
+    return f"±{50 * (record.high - record.low) / record.value:.0f} %"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Wraps text to lines of at most `width`, between words where possible; returns at least one line."""
+    lines, line = [], ""
+    for word in text.split():
+        while len(word) > width:
+            word, rest = word[:width], word[width:]
+            lines, line = [*lines, line, word] if line else [*lines, word], ""
+            word = rest
+        if line and len(line) + 1 + len(word) > width:
+            lines, line = [*lines, line], word
+        else:
+            line = f"{line} {word}".strip()
+    return [*lines, line] if line or not lines else lines
+
+
+def table_lines(records: Sequence[Record]) -> list[str]:
+    """Returns the table's lines: name, figure with spread, and note, with a heading per section."""
+    what, figure = 40, 22
+    note = WIDTH - what - figure - 4
+    out = []
+    for section, group in itertools.groupby(records, key=lambda record: record.section):
+        out += ["", f"{section} ".ljust(WIDTH, "─")]
+        for record in group:
+            value = "–" if record.value is None else f"{_number(record.value)} {record.unit} {_spread(record)}"
+            text = f"{_MARK[record.ok]} {record.note}".strip()
+            columns = [_wrapped(record.name, what), _wrapped(value, figure), _wrapped(text, note)]
+            for a, b, c in itertools.zip_longest(*columns, fillvalue=""):
+                out.append(f"{a.ljust(what)}  {b.rjust(figure)}  {c}".rstrip())
+    return out

@@ -40,7 +40,7 @@ class Run:
         self._state: Any = None
         self._batch: Any = None
 
-    def begin(self) -> None:
+    def initialize(self) -> None:
         """Creates the state and the batch on the device."""
         self._state = programs.init_state(self.config, self._step_spec, self._mesh).jitted()
         B, T = self.config.train.batch_size, self.config.data.sequence_length
@@ -56,7 +56,7 @@ class Run:
         self._batch = {name: jax.device_put(fields[name], placed[name].sharding) for name in placed}
         jax.block_until_ready((self._state, self._batch))
 
-    def one(self) -> Any:
+    def step_once(self) -> Any:
         """Runs one step and returns its metrics."""
         self._state, metrics = self.compiled(self._state, self._batch)
         return metrics

@@ -9,7 +9,7 @@ from jaxllm import architectures
 from jaxllm.hardware import detect
 from jaxllm.ledger import bill
 from jaxllm.step.precision import policy_for
-from suite import peaks, steps, timing, work
+from suite import performance, steps
 from suite.records import Context
 
 # Model, tokens per sequence, sequences, attention, remat; the most informative first. `least` is the policy that
@@ -43,23 +43,23 @@ def measure(context: Context, model: str, length: int, batch: int, attention: st
     begun = time.monotonic()
     made = steps.Run(config)
     seconds = time.monotonic() - begun
-    made.begin()
-    timed = timing.measure(made.one)
+    made.initialize()
+    timed = performance.measure(made.step_once)
     rate = made.tokens / timed.median
     length = config.data.sequence_length
     dtype = policy_for(config.precision.policy, jax.default_backend()).compute_dtype.name
-    measured = peaks.product_rate(context.tiny)
-    shares = {"of a measured product": work.utilisation(made.model, length, rate, measured)}
+    measured = performance.matmul_rate(context.tiny)
+    shares = {"of a measured product": performance.utilisation(made.model, length, rate, measured)}
     published = detect.this_machine().peak(dtype)
     if published:
-        shares["of the published peak"] = work.utilisation(made.model, length, rate, published)
-    told = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
+        shares["of the published peak"] = performance.utilisation(made.model, length, rate, published)
+    mfu = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
     context.add(
         f"{model} {config.train.batch_size} × {length}, {attention}, remat {chosen}",
         unit="tokens/s",
         **timed.rate(made.tokens),
         detail={"mfu": shares, "step_seconds": timed.median, "compile_seconds": seconds, "product_flops": measured},
-        note=f"MFU {told}; compiled in {seconds:.0f} s",
+        note=f"MFU {mfu}; compiled in {seconds:.0f} s",
     )
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.kernels.flash.common import Tile, Tiles, tiles_for
-from suite import ours, rivals, timing, work
-from suite.records import Context, told
+from suite import implementations, performance
+from suite.records import Context, one_line
 
 LENGTH, BATCH, WIDTH = 4096, 4, 2048
 # Per kernel: queries, keys, warps, stages. Each kernel's current choice is tried too.
@@ -29,27 +29,27 @@ def sweep(context: Context, head_dim: int, best: Tiles, kernel: str) -> Tiles:
     backward, heads = kernel != "forward", width // head_dim
     now = getattr(best, kernel)
     every = choices(kernel, now)[: 2 if context.tiny else None]
-    arguments = rivals.arrays(batch, length, heads, head_dim, True)
+    arguments = implementations.arrays(batch, length, heads, head_dim, True)
     programs, failed = {}, {}
     for tile in every:
-        ours_in_it = ours.causal(head_dim, tiles=dataclasses.replace(best, **{kernel: tile}))
+        ours_in_it = implementations.jaxllm_causal(head_dim, tiles=dataclasses.replace(best, **{kernel: tile}))
         try:
-            programs[str(tile)] = rivals.program(ours_in_it, backward).lower(*arguments)
+            programs[str(tile)] = implementations.program(ours_in_it, backward).lower(*arguments)
         except Exception as error:  # exceeds a multiprocessor's resources, or unsupported layout
-            failed[str(tile)] = told(error)
-    seconds: dict[str, timing.Timing] = {}
-    for name, executable in timing.compile_all(programs).items():
+            failed[str(tile)] = one_line(error)
+    seconds: dict[str, performance.Timing] = {}
+    for name, executable in performance.compile_all(programs).items():
         if isinstance(executable, Exception):
-            failed[name] = told(executable)
+            failed[name] = one_line(executable)
             continue
         try:
-            seconds[name] = timing.measure(functools.partial(executable, *arguments), repeats=3)
+            seconds[name] = performance.measure(functools.partial(executable, *arguments), repeats=3)
         except Exception as error:
-            failed[name] = told(error)
+            failed[name] = one_line(error)
     if not seconds:
         context.add(f"tiles of {kernel}, head {head_dim}", note=f"failed: {failed}"[:200], detail={"failed": failed})
         return best
-    flops = work.attention_flops(batch, heads, length, head_dim, backward) / 1e12
+    flops = performance.attention_flops(batch, heads, length, head_dim, backward) / 1e12
     fastest = min(seconds, key=lambda name: seconds[name].median)
     tile = next(tile for tile in every if str(tile) == fastest)
     gain = f", {seconds[str(now)].median / seconds[fastest].median:.2f}× of now" if str(now) in seconds else ""
@@ -70,7 +70,7 @@ def sweep(context: Context, head_dim: int, best: Tiles, kernel: str) -> Tiles:
 
 def run(context: Context) -> None:
     for head_dim in (16,) if context.tiny else (128, 64):
-        best = tiles_for(ours.TRITON, head_dim, jnp.bfloat16)
+        best = tiles_for(implementations.TRITON, head_dim, jnp.bfloat16)
         for kernel in ("forward", "dkv") if context.tiny else CHOICES:
             chosen: list[Tiles] = []
             context.attempt(

@@ -21,7 +21,7 @@ from jaxllm.engine.stop_strings import StopStream
 from jaxllm.errors import UserError
 from jaxllm.interop.tokenizer import StreamDecoder, Tokenizer
 from jaxllm.ledger import device as device_lib
-from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.rows import Figure
 
 _MIN_CAPACITY = 128  # short requests of any length share one compilation
@@ -246,7 +246,7 @@ class Generator:
         If a program was compiled for several shapes, the most recently compiled one counts.
         """
         newest = {name: program for (name, _, _), program in self._compiled.items()}
-        return {name: attached.figures(program)["peak"] for name, program in newest.items()}
+        return {name: inspection.figures(program)["peak"] for name, program in newest.items()}
 
     def _program(self, name: str, batch: int, capacity: int) -> jax.stages.Compiled:
         """Returns the executable of a program for these sizes, and compiles it at its first use."""

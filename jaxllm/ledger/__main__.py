@@ -24,9 +24,8 @@ from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.ledger import request
 from jaxllm.ledger.bill import AUTO
-from jaxllm.ledger.compiled import absent, attached
-from jaxllm.ledger.compiled.attached import Inspection
-from jaxllm.ledger.compiled.task_programs import SamplingSpec, programs_of
+from jaxllm.ledger.compiled import absent, inspection
+from jaxllm.ledger.compiled.inspection import Inspection, SamplingSpec, task_programs
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.report import page, picture, terminal
@@ -108,8 +107,8 @@ def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, In
     console = Console()
     for task, ledger in bills.items():
         terminal.show_bill(ledger, asked.device, console)
-        for name, inspection in inspections[task].items():
-            terminal.show_inspection(name, inspection, ledger, console)
+        for name, found in inspections[task].items():
+            terminal.show_inspection(name, found, ledger, console)
     if len(bills) > 1:
         terminal.show_comparison(bills["train"], bills["infer"], console)
 
@@ -125,8 +124,8 @@ def _inspect(asked: BillRequest, task: str) -> dict[str, Inspection]:
         count = 1 if sampling else request.count_of(asked)
         return absent.inspect(asked.config, _DEVICE.value, count, sampling)
     over = absent.abstract_mesh(asked.config) if sampling else mesh.make_mesh(asked.config.mesh)
-    made = programs_of(asked.config, asked.model, asked.device.platform, over, sampling)
-    return {name: attached.inspect(program.compile) for name, program in made.items()}
+    made = task_programs(asked.config, asked.model, asked.device.platform, over, sampling)
+    return {name: inspection.inspect(program.compile) for name, program in made.items()}
 
 
 def _to_json(ledger: Ledger, inspections: Mapping[str, Inspection]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Device column: memory measured on a running device, used by this process and by others."""
+"""Device column: memory of a running device, used by this process or by other processes."""
 
 import resource
 from typing import Any
@@ -11,7 +11,7 @@ from jaxllm.ledger.rows import Figure, Unknown
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree's arrays on the device that holds most of them; abstract arrays count in full."""
+    """Returns the bytes of a tree's arrays on the device with the most; abstract arrays count in full."""
     by_device: dict[Any, int] = {}
     for array in jax.tree.leaves(tree):
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
@@ -19,8 +19,8 @@ def tree_bytes(tree: Any) -> int:
                 by_device[shard.device] = by_device.get(shard.device, 0) + shard.data.nbytes
         else:
             by_device[None] = by_device.get(None, 0) + array.size * array.dtype.itemsize
-    whole = by_device.pop(None, 0)
-    return whole + max(by_device.values(), default=0)
+    abstract = by_device.pop(None, 0)
+    return abstract + max(by_device.values(), default=0)
 
 
 def live_bytes(device: jax.Device | None = None) -> int:
@@ -77,30 +77,30 @@ def available_bytes(device: jax.Device | None = None) -> Figure:
     return others if isinstance(others, Unknown) else max(0, capacity - others)
 
 
-def available_to_task(device: Device, held: Figure, count: int = 1) -> Figure:
-    """Returns the bytes per device that other users leave to a task on `count` devices.
+def available_to_task(device: Device, others: Figure, count: int = 1) -> Figure:
+    """Returns the bytes per device that other processes leave to a task on `count` devices.
 
     A CPU's `memory_bytes` is already the free host memory; simulated CPU devices divide it equally.
 
     Args:
       device: Device specification.
-      held: Result of `used_by_others`.
+      others: Result of `used_by_others`.
       count: Number of devices that the task uses.
     """
     if device.memory_bytes is None:
         return Unknown(f"{device.name}: {device.source}")
     if device.platform == "cpu":
         return device.memory_bytes // count
-    return device.memory_bytes if isinstance(held, Unknown) else max(0, device.memory_bytes - held)
+    return device.memory_bytes if isinstance(others, Unknown) else max(0, device.memory_bytes - others)
 
 
 def _free_host_bytes() -> int:
     """Returns the bytes this process may still allocate: free host memory or the rest of `ulimit -v`, if less."""
     process = psutil.Process().memory_info()
     free = [psutil.virtual_memory().available]
-    own, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if own != resource.RLIM_INFINITY:
-        free.append(own - process.vms)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free.append(limit - process.vms)
     return max(0, min(free))
 
 
@@ -108,7 +108,7 @@ def _statistic(name: str, device: jax.Device | None) -> Figure:
     device = device or jax.local_devices()[0]
     statistics = device.memory_stats()
     if statistics is None:
-        return Unknown(f"the {device.platform.upper()} backend keeps no memory_stats")
+        return Unknown(f"the {device.platform.upper()} backend has no memory_stats")
     if name not in statistics:
         return Unknown(f"the memory_stats of {device.device_kind} have no {name}")
     return int(statistics[name])

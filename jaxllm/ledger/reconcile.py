@@ -10,16 +10,16 @@ from jaxllm.ledger.rows import BOUNDARY, HOST, PERSISTENT, Figure, Ledger, Unkno
 COLUMNS = ("formula", "trace", "compiled", "device")
 # State, and activations in the trace column, must match to the byte; only the peak is an estimate.
 EXACT = ("weights", "optimizer", "persistent")
-LINES = (*EXACT, "activations", "peak")
+FIGURES = (*EXACT, "activations", "peak")
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """One quantity in every column, in bytes on one device.
+class ReconciledFigure:
+    """One figure in every column, in bytes on one device.
 
     Attributes:
-      name: One of LINES. State in host memory is included.
-      columns: Figure of each of COLUMNS.
+      name: One of FIGURES. State in host memory is included.
+      columns: Value in each of COLUMNS.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Reconciliation:
     """A ledger with its measured columns. `to_json` returns the ledger JSON with all columns."""
 
     ledger: Ledger
-    lines: tuple[Line, ...]
+    figures: tuple[ReconciledFigure, ...]
 
     def ok(self, tolerance: float) -> bool:
         """Returns True if measured state and activations match to the byte and known peaks are within `tolerance`."""
@@ -54,24 +54,28 @@ class Reconciliation:
         Args:
           tolerance: Allowed relative gap of peaks; all other figures must match exactly.
         """
-        told = []
-        for line in self.lines:
+        messages = []
+        for figure in self.figures:
             for column in COLUMNS[1:]:
-                formula, other = line.columns["formula"], line.columns[column]
+                formula, other = figure.columns["formula"], figure.columns[column]
                 if isinstance(formula, Unknown) or isinstance(other, Unknown):
                     continue
-                gap = line.gap(column)
-                allowed = tolerance if line.name == "peak" else 0.0
+                gap = figure.gap(column)
+                allowed = tolerance if figure.name == "peak" else 0.0
                 if isinstance(gap, Unknown) or abs(gap) > allowed:
-                    off = gap.why if isinstance(gap, Unknown) else f"{gap:+.2%}"
-                    told.append(f"{line.name}: formula {formula:,} B, {column} {other:,} B ({off})")
-        return told
+                    reason = gap.why if isinstance(gap, Unknown) else f"{gap:+.2%}"
+                    messages.append(f"{figure.name}: formula {formula:,} B, {column} {other:,} B ({reason})")
+        return messages
 
     def to_json(self) -> dict[str, Any]:
         columns = {
-            column: {line.name: figure_to_json(line.columns[column]) for line in self.lines} for column in COLUMNS
+            column: {figure.name: figure_to_json(figure.columns[column]) for figure in self.figures}
+            for column in COLUMNS
         }
-        gaps = {line.name: {column: figure_to_json(line.gap(column)) for column in COLUMNS[1:]} for line in self.lines}
+        gaps = {
+            figure.name: {column: figure_to_json(figure.gap(column)) for column in COLUMNS[1:]}
+            for figure in self.figures
+        }
         return self.ledger.to_json() | {"columns": columns, "gaps": gaps}
 
 
@@ -86,21 +90,21 @@ def reconcile(
 
     Args:
       ledger: Source of the formula column.
-      compiled_figures: Result of `ledger.compiled.attached.figures`.
+      compiled_figures: Result of `ledger.compiled.inspection.figures`.
       device_figures: {"peak": bytes or Unknown}, as from `ledger.device.peak_bytes`.
       state_trees: Live state: {"weights": tree, "optimizer": tree, "state": everything that persists}.
       trace_figures: Result of `ledger.trace.figures`.
     """
 
-    def held(*kinds: str) -> int:
+    def state_bytes(*kinds: str) -> int:
         return sum(ledger.kind_bytes(kind, phase) for kind in kinds for phase in (PERSISTENT, HOST))
 
-    # TPU tile padding does not show in shapes or in the sizes of live arrays.
-    not_of_the_arrays = ledger.kind_bytes("activations", HOST) + ledger.kind_bytes("tile padding")
+    # Shapes and sizes of live arrays do not include TPU tile padding.
+    not_in_arrays = ledger.kind_bytes("activations", HOST) + ledger.kind_bytes("tile padding")
     formula: dict[str, Figure] = {
-        "weights": held("weights", "master weights"),
-        "optimizer": held("optimizer"),
-        "persistent": ledger.persistent_bytes + ledger.host_bytes - not_of_the_arrays,
+        "weights": state_bytes("weights", "master weights"),
+        "optimizer": state_bytes("optimizer"),
+        "persistent": ledger.persistent_bytes + ledger.host_bytes - not_in_arrays,
         "activations": ledger.kind_bytes("activations", BOUNDARY),
         "peak": ledger.peak_bytes,
     }
@@ -116,17 +120,17 @@ def reconcile(
     for name, tree in (state_trees or {}).items():
         device["persistent" if name == "state" else name] = device_lib.tree_bytes(tree)
     device["activations"] = Unknown("a device does not report what is live in the middle of a step")
-    device["peak"] = (device_figures or {}).get("peak", Unknown("no device was asked"))
+    device["peak"] = (device_figures or {}).get("peak", Unknown("no device was measured"))
 
     not_traced = Unknown("nothing was traced")
     traced = trace_figures or {}
-    lines = []
-    for name in LINES:
+    figures = []
+    for name in FIGURES:
         columns = {
             "formula": formula[name],
             "trace": traced.get(name, not_traced),
             "compiled": compiled_column[name],
             "device": device[name],
         }
-        lines.append(Line(name, columns))
-    return Reconciliation(ledger, tuple(lines))
+        figures.append(ReconciledFigure(name, columns))
+    return Reconciliation(ledger, tuple(figures))

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxllm import programs
 from jaxllm.config import Architecture, Config
+from jaxllm.ledger.compiled.absent import abstract_mesh
 from jaxllm.ledger.rows import Unknown
 from jaxllm.parallel import mesh as mesh_lib
 from jaxllm.parallel.mesh import BATCH_AXES
@@ -24,7 +25,7 @@ from jaxllm.step import gradients
 from jaxllm.step.placement import make_layout
 
 # Residuals without a tag: block inputs, and those of the embedding, positions and final norm.
-OTHER = "other"
+UNTAGGED = "other"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Residuals:
     """Bytes that one device saves between forward and backward pass of a micro-batch, without weights and batch.
 
     Attributes:
-      tags: Bytes in device memory per tag; OTHER for residuals without one.
+      tags: Bytes in device memory per tag; UNTAGGED for residuals without one.
       host: Bytes in host memory per tag.
       loss: Bytes of the gradients that the loss computes during its forward pass: of its inputs and of the head.
     """
@@ -56,7 +57,8 @@ def figures(config: Config, model: Architecture, platform: str) -> dict[str, Any
 
 def abstract_state(config: Config, model: Architecture, platform: str) -> Any:
     """Returns the train state as shapes, dtypes and shardings on an abstract mesh."""
-    return programs.abstract_state(config, programs.make_step_spec(config, model, platform), _mesh(config))
+    mesh: Any = abstract_mesh(config)
+    return programs.abstract_state(config, programs.make_step_spec(config, model, platform), mesh)
 
 
 def bytes_per_device(tree: Any, memory: str | None = None) -> int:
@@ -73,26 +75,27 @@ def bytes_per_device(tree: Any, memory: str | None = None) -> int:
 def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
     """Returns the bytes of the residuals that `jax.vjp` saves for the real training step."""
     step_spec = programs.make_step_spec(config, model, platform)
-    layout = make_layout(config, model, step_spec.policy, _mesh(config))
+    mesh: Any = abstract_mesh(config)
+    layout = make_layout(config, model, step_spec.policy, mesh)
 
     def local(params: Any, frozen: Any, batch: Any, factor: jax.Array) -> list[jax.Array]:
-        variables, computing = gradients.variables_of(params, frozen, step_spec, layout)
-        partition = gradients.make_collectives(layout)
+        variables, compute_weights = gradients.variables_of(params, frozen, step_spec, layout)
+        collectives = gradients.make_collectives(layout)
 
         def loss(variables: Any) -> jax.Array:
-            return gradients.loss_sums(computing(variables), batch, step_spec, partition, factor)[0]
+            return gradients.loss_sums(compute_weights(variables), batch, step_spec, collectives, factor)[0]
 
         return jax.tree.leaves(jax.vjp(loss, variables)[1])
 
     def specs(placements: Any) -> Any:
         return jax.tree.map(lambda p: p.partition, placements, is_leaf=lambda x: isinstance(x, mesh_lib.Placement))
 
-    state = programs.abstract_state(config, step_spec, _mesh(config))
+    state = programs.abstract_state(config, step_spec, mesh)
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.frozen))
     rows = config.train.batch_size // config.train.accumulate
     batch = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-        for name, x in programs.abstract_batch(config, _mesh(config)).items()
+        for name, x in programs.abstract_batch(config, mesh).items()
     }
     # Outputs are declared replicated so that their shapes are those on one device.
     mapped = jax.shard_map(
@@ -110,29 +113,24 @@ def residuals(config: Config, model: Architecture, platform: str) -> Residuals:
     return _classify_residuals(inner, len(batch) + 1, model.width)
 
 
-def _mesh(config: Config) -> Any:
-    types = (AxisType.Auto,) * len(mesh_lib.AXES)  # the axis types of a device mesh
-    return AbstractMesh(tuple(mesh_lib.axis_sizes(config.mesh).values()), mesh_lib.AXES, axis_types=types)
-
-
-def _classify_residuals(jaxpr: Any, of_batch: int, width: int) -> Residuals:
-    """Classifies the outputs of a jaxpr whose last `of_batch` arguments are the batch and the others parameters."""
+def _classify_residuals(jaxpr: Any, batch_arguments: int, width: int) -> Residuals:
+    """Classifies the outputs of a jaxpr; its last `batch_arguments` arguments are the batch, the others parameters."""
     arguments = set(jaxpr.invars)
     # Values computed from parameters alone (copies, all-gathered weights) are not activations.
-    of_tokens = set(jaxpr.invars[-of_batch:])
+    depends_on_batch = set(jaxpr.invars[-batch_arguments:])
     for eqn in jaxpr.eqns:
-        if any(not isinstance(v, jax.extend.core.Literal) and v in of_tokens for v in eqn.invars):
-            of_tokens.update(eqn.outvars)
+        if any(not isinstance(v, jax.extend.core.Literal) and v in depends_on_batch for v in eqn.invars):
+            depends_on_batch.update(eqn.outvars)
     tags: collections.Counter[str] = collections.Counter()
     host: collections.Counter[str] = collections.Counter()
     loss = 0
     for var in {id(v): v for v in jaxpr.outvars}.values():
-        if isinstance(var, jax.extend.core.Literal) or var in arguments or var not in of_tokens:
+        if isinstance(var, jax.extend.core.Literal) or var in arguments or var not in depends_on_batch:
             continue
         size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
         tag = _tag(jaxpr, var)
         hidden = var.aval.ndim == 2 and var.aval.shape[1] == width and jnp.issubdtype(var.aval.dtype, jnp.floating)
-        if tag == OTHER and hidden:
+        if tag == UNTAGGED and hidden:
             loss += size
         elif str(getattr(var.aval, "memory_space", "")).endswith("Host"):
             host[tag] += size
@@ -142,10 +140,10 @@ def _classify_residuals(jaxpr: Any, of_batch: int, width: int) -> Residuals:
 
 
 def _tag(jaxpr: Any, var: Any) -> str:
-    """Returns the `checkpoint_name` tag of a value, or OTHER if it has none."""
-    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    while var in made:
-        eqn = made[var]
+    """Returns the `checkpoint_name` tag of a value, or UNTAGGED if it has none."""
+    producers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    while var in producers:
+        eqn = producers[var]
         if eqn.primitive.name == "name":
             return eqn.params["name"]
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -154,6 +152,6 @@ def _tag(jaxpr: Any, var: Any) -> str:
             return _tag(inner, inner.outvars[eqn.outvars.index(var)])
         # JAX marks values that a remat policy saves with reduce_precision; offloaded ones pass through device_put.
         if eqn.primitive.name not in ("reduce_precision", "device_put"):
-            return OTHER
+            return UNTAGGED
         var = eqn.invars[0]
-    return OTHER
+    return UNTAGGED

@@ -11,9 +11,8 @@ from jaxllm.config import Config
 from jaxllm.decode.generate import DECODE_STEPS, PREFILL_CHUNK
 from jaxllm.errors import RunError, UserError
 from jaxllm.hardware.detect import Device
-from jaxllm.ledger.compiled import absent, attached
-from jaxllm.ledger.compiled.attached import Inspection
-from jaxllm.ledger.compiled.task_programs import SamplingSpec, programs_of
+from jaxllm.ledger.compiled import absent, inspection
+from jaxllm.ledger.compiled.inspection import Inspection, SamplingSpec, task_programs
 from jaxllm.ledger.rows import Unknown, format_bytes
 from jaxllm.parallel import mesh as mesh_lib
 from jaxllm.plan import inference
@@ -67,8 +66,8 @@ def compiler(name: str, device: Device, count: int) -> Compile:
     def compile_attached(config: Config, sampling: SamplingSpec | None) -> dict[str, Inspection]:
         model = architectures.resolve_config(config)
         mesh = absent.abstract_mesh(config) if sampling else mesh_lib.make_mesh(config.mesh)
-        programs = programs_of(config, model, device.platform, mesh, sampling)
-        return {name: attached.inspect(program.compile) for name, program in programs.items()}
+        programs = task_programs(config, model, device.platform, mesh, sampling)
+        return {name: inspection.inspect(program.compile) for name, program in programs.items()}
 
     return compile_attached
 
@@ -135,10 +134,10 @@ def _confirm(
 def _peak(inspections: Mapping[str, Inspection]) -> int | str:
     """Returns the largest peak among the programs, or the reason why one is unknown or was rejected by the compiler."""
     peaks: list[int] = []
-    for inspection in inspections.values():
-        peak = inspection.figures["peak"]
-        if inspection.oom_message:
-            return f"rejected by the compiler ({inspection.oom_message})"
+    for compiled in inspections.values():
+        peak = compiled.figures["peak"]
+        if compiled.oom_message:
+            return f"rejected by the compiler ({compiled.oom_message})"
         if isinstance(peak, Unknown):
             return f"unknown to the compiler ({peak.why})"
         peaks.append(peak)

@@ -133,8 +133,8 @@ def _admit(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest) -> 
     longest = max(len(engine.encode(prompt, tokenizer, opened.model)) for prompt in _PROMPT.value)
     context = engine.capacity_for(longest, request.max_new_tokens, opened.model)
     bill = _bill(opened, len(_PROMPT.value), context)
-    commandline.log(*bill.lines())
-    bill.admit()
+    commandline.log(*bill.summary_lines())
+    bill.require_fit()
     return bill
 
 

@@ -97,8 +97,8 @@ def run(
     def admit(_rows: int, tokens: int) -> None:
         bills.append(bill(tokens))
         if len(bills) == 1:
-            commandline.log(*bills[0].lines())
-        bills[-1].admit()
+            commandline.log(*bills[0].summary_lines())
+        bills[-1].require_fit()
 
     first = engine.encode(_rendered(opened.text, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))

@@ -19,10 +19,10 @@ from jaxllm import architectures
 from jaxllm import config as config_lib
 from jaxllm.config import Config, overrides
 from jaxllm.hardware import detect
-from jaxllm.ledger.compiled import absent, attached, collectives, hlo, matmuls, tpu_report
+from jaxllm.ledger.compiled import absent, collectives, hlo, inspection, matmuls
 from jaxllm.ledger.compiled.collectives import Collective
+from jaxllm.ledger.compiled.inspection import task_programs
 from jaxllm.ledger.compiled.matmuls import Matmuls
-from jaxllm.ledger.compiled.task_programs import programs_of
 from jaxllm.ledger.rows import Unknown
 from jaxllm.parallel import mesh
 
@@ -33,7 +33,7 @@ class Found:
 
     Attributes:
       inputs: abstract arguments, as passed to the compiler.
-      figures: result of `ledger.compiled.figures`.
+      figures: result of `ledger.compiled.inspection.figures`.
       text: optimized HLO.
     """
 
@@ -64,9 +64,10 @@ def train_step(config: Config, device: str, quick: bool = False) -> Found:
     Args:
       config: the run.
       device: name of the device, as in `hardware.detect.by_name`.
-      quick: make a TPU's compiler spend little effort on fast code. Collectives, donation and arguments stay the same,
-        for a fifth of the time; temporaries do not, so they are Unknown.
+      quick: make a TPU's compiler spend little effort. Collectives, donation and arguments stay the same,
+        in a fifth of the time; temporaries do not, so they are Unknown.
     """
+    quick = quick and detect.by_name(device).platform == "tpu"  # a GPU's programs are the same, and compiled once
     return _train_step(json.dumps(overrides.to_dict(config), sort_keys=True), device, quick)
 
 
@@ -75,7 +76,7 @@ def _train_step(config_json: str, name: str, quick: bool) -> Found:
     config = overrides.from_dict(json.loads(config_json))
     device = detect.by_name(name)
     model = architectures.resolve_config(config)
-    program = programs_of(config, model, device.platform, absent.abstract_mesh(config), None)["train_step"]
+    program = task_programs(config, model, device.platform, absent.abstract_mesh(config), None)["train_step"]
     count = math.prod(mesh.axis_sizes(config.mesh).values())
     target = absent.require_compiler(device.name, device.compile_target)
     with tempfile.TemporaryDirectory() as folder:
@@ -84,10 +85,10 @@ def _train_step(config_json: str, name: str, quick: bool) -> Found:
             options = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
             options |= {"exec_time_optimization_effort": -1.0} if quick else {}
         executable = absent.compile_for(program, target, count, options)
-        # A TPU's own memory analysis is unusable where arguments are donated; see `ledger.tpu_report`.
-        figures = attached.figures(executable) | tpu_report.figures(pathlib.Path(folder))
+        # A TPU's own memory analysis is unusable where arguments are donated; see `inspection.tpu_figures`.
+        figures = inspection.figures(executable) | inspection.tpu_figures(pathlib.Path(folder))
     if options.get("exec_time_optimization_effort"):
-        figures |= dict.fromkeys(("temps", "peak"), Unknown("compiled in a hurry"))
+        figures |= dict.fromkeys(("temps", "peak"), Unknown("compiled with little effort"))
     return Found(program.inputs, figures, executable.as_text())
 
 

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxllm import architectures, programs
 from jaxllm.hardware import detect
 from jaxllm.ledger import rows
-from jaxllm.ledger.compiled import absent, attached
-from jaxllm.ledger.compiled.task_programs import programs_of
+from jaxllm.ledger.compiled import absent, inspection
+from jaxllm.ledger.compiled.inspection import task_programs
 from jaxllm.ledger.formula import flops
 from jaxllm.ledger.formula.exact import block_graph
 from jaxllm.ledger.formula.exact import run as run_lib
@@ -42,7 +42,7 @@ def expected_arguments(config):
     return 12 * parameters(config) + BATCH_BYTES_PER_TOKEN * tokens
 
 
-def test_the_arguments_on_h100_are_what_the_shapes_say():
+def test_argument_bytes_on_h100_follow_from_the_shapes():
     found = absent_programs.train_step(QUICKSTART, "h100")
     arguments = found.figures["arguments"]
     assert arguments == absent_programs.bytes_per_device(found.inputs)
@@ -68,7 +68,7 @@ def test_plain_data_parallelism_sums_each_gradient_once(device):
 
 
 @pytest.mark.parametrize("device", ["h100", "v5e"])
-def test_flops_are_the_formula_s(device):
+def test_flops_are_the_formulas(device):
     """Compiled FLOPs match the formula, with attention in XLA and in kernels.
 
     Kernels are calls: the count omits their nine matmuls per pair and lists the calls as uncounted.
@@ -102,33 +102,33 @@ def test_llama3_8b_on_h100():
     assert 0 <= found.volume("all-reduce") - 2 * 8_030_261_248 < 200
 
 
-def test_llama3_8b_on_v5e_is_refused_as_a_result():
+def test_llama3_8b_runs_out_of_memory_on_v5e():
     config = absent_programs.llama3_8b()
     device = detect.by_name("v5e")
     model = architectures.resolve_config(config)
-    (program,) = programs_of(config, model, device.platform, absent.abstract_mesh(config), None).values()
-    found = attached.inspect(lambda: absent.compile_for(program, device.compile_target, 8))
+    (program,) = task_programs(config, model, device.platform, absent.abstract_mesh(config), None).values()
+    found = inspection.inspect(lambda: absent.compile_for(program, device.compile_target, 8))
     assert found.oom_message.startswith("RESOURCE_EXHAUSTED")
     assert found.figures["peak"] > 12 * 8_030_261_248
     assert isinstance(found.figures["temps"], Unknown)
 
 
 @pytest.mark.parametrize("name", detect.DEVICES)
-def test_every_device_of_the_table_is_one_that_compilers_know(name):
+def test_every_listed_device_compiles(name):
     square = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     program = Program("product", jax.jit(lambda a, b: a @ b), (square, square), ())
-    found = attached.figures(absent.compile_for(program, detect.by_name(name).compile_target, 1))
+    found = inspection.figures(absent.compile_for(program, detect.by_name(name).compile_target, 1))
     assert (found["arguments"], found["outputs"]) == (2 * 256 * 256 * 2, 256 * 256 * 2)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, device) in detect.DEVICES.items() if device.platform == "tpu"])
-def test_a_tpu_has_the_memory_that_its_compiler_lets_a_program_have(name):
+def test_tpu_memory_is_the_compilers_limit(name):
     device = detect.by_name(name)
 
     def compiles(size):
         rows = jax.ShapeDtypeStruct((size // 2048, 1024), jnp.bfloat16)
         program = Program("head", jax.jit(lambda a: a[:8] * 2), (rows,), ())
-        return not attached.inspect(lambda: absent.compile_for(program, device.compile_target, 1)).oom_message
+        return not inspection.inspect(lambda: absent.compile_for(program, device.compile_target, 1)).oom_message
 
     assert compiles(device.memory_bytes)
     assert not compiles(device.memory_bytes + 2**24)
@@ -152,20 +152,20 @@ def moved(mesh, back):
 
 @pytest.mark.parametrize("back", [True, False])
 @pytest.mark.parametrize("device", ["h100", "v5e"])
-def test_what_is_in_host_memory_is_counted_there(device, back):
+def test_host_memory_is_counted_apart(device, back):
     program = moved(AbstractMesh((8,), ("data",)), back)
-    found = attached.figures(absent.compile_for(program, detect.by_name(device).compile_target, 8))
+    found = inspection.figures(absent.compile_for(program, detect.by_name(device).compile_target, 8))
     assert (found["host_arguments"], found["host_aliases"]) == (4096, 4096 * back)
     assert found["arguments"] == 8192
     assert found["temps"] >= 4096 * back  # the copy on the device, where it is not the output
 
 
-def test_a_mesh_of_cuda_devices_would_forget_host_memory():
+def test_a_mesh_of_cuda_devices_loses_host_memory():
     """The JAX fault that the abstract mesh avoids; once JAX fixes it, `compile_for` can be simpler."""
     devices = topologies.get_topology_desc(**detect.by_name("h100").compile_target.topology(8)).devices
     program = moved(Mesh(devices, ("data",)), back=False)
     assert program.inputs[0].sharding.memory_kind is None
-    found = attached.figures(program.compile())
+    found = inspection.figures(program.compile())
     assert (found["host_arguments"], found["arguments"]) == (0, 12288)
 
 
@@ -174,15 +174,15 @@ def ledger(*arguments):
     return runs.command("jaxllm.ledger", "--config", "configs/quickstart.py", *small, *arguments)
 
 
-def test_the_command_compiles_for_what_is_not_there():
+def test_the_command_compiles_for_an_absent_device():
     result = ledger("--device", "h100", "--count", "8", "--compile", "--json")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    told = json.loads(result.stdout)
-    assert (told["device"], told["count"]) == ("H100 SXM", 8)
-    assert told["columns"]["compiled"]["arguments"] >= told["columns"]["formula"]["persistent"]
-    assert told["programs"]["train_step"]["collectives"][0]["op"] == "all-reduce"
-    assert told["programs"]["train_step"]["products"]["flops"] > 0
+    bill = json.loads(result.stdout)
+    assert (bill["device"], bill["count"]) == ("H100 SXM", 8)
+    assert bill["columns"]["compiled"]["arguments"] >= bill["columns"]["formula"]["persistent"]
+    assert bill["programs"]["train_step"]["collectives"][0]["op"] == "all-reduce"
+    assert bill["programs"]["train_step"]["products"]["flops"] > 0
 
 
 def test_the_command_compiles_sampling():
@@ -190,12 +190,12 @@ def test_the_command_compiles_sampling():
     wanted = ("--task", "infer", "--context", "256", "--batch", "8", "--device", "h100", "--compile", "--json")
     result = ledger(*wanted)
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert set(told["programs"]) == {"prefill", "decode"}
-    state = told["columns"]["formula"]["persistent"]
-    for program in told["programs"].values():
+    bill = json.loads(result.stdout)
+    assert set(bill["programs"]) == {"prefill", "decode"}
+    state = bill["columns"]["formula"]["persistent"]
+    for program in bill["programs"].values():
         assert program["figures"]["arguments"] == pytest.approx(state, rel=0.01)
-    assert len(told["programs"]["decode"]["products"]["unknown_loops"]) == 1  # as many steps as the caller requests
+    assert len(bill["programs"]["decode"]["products"]["unknown_loops"]) == 1  # as many steps as the caller requests
 
 
 # One row and several; matrices read in place, sliced, and transposed; two kinds of layers.
@@ -211,7 +211,7 @@ def test_the_command_compiles_sampling():
         ("gpt2", 8, 1024, "v5e"),
     ],
 )
-def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device):
+def test_decode_peak_is_the_ledgers(name, batch, context, device):
     model, named = architectures.ARCHITECTURES[name], detect.by_name(device)
     target = absent.require_compiler(named.name, named.compile_target)
     figures = absent.inspect_program(programs.decode(model, batch, 8, context, jnp.bfloat16), target, 1).figures
@@ -222,14 +222,16 @@ def test_a_decoded_token_needs_what_the_ledger_says(name, batch, context, device
 
 
 @pytest.mark.parametrize(("phase", "near"), [(rows.DECODE, 2e-3), (rows.PREFILL, 0.02)])
-def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
+def test_peak_with_an_int8_cache_is_the_ledgers(phase, near):
     """State matches to the byte; a chunk of prompts attends to one layer's keys and values in the compute dtype."""
     model, named = architectures.ARCHITECTURES["smollm2-360m"], detect.by_name("h100")
     batch, context, chunk = 4, 2048, 128
     made, width = (programs.decode, 8) if phase == rows.DECODE else (programs.prefill, chunk)
     program = made(model, batch, width, context, jnp.bfloat16, jnp.int8)
     figures = absent.inspect_program(program, absent.require_compiler(named.name, named.compile_target), 1).figures
-    wide, ledger = (inference(model, batch, context, chunk, "bf16", held, platform="gpu") for held in ("bf16", "int8"))
+    wide, ledger = (
+        inference(model, batch, context, chunk, "bf16", cache, platform="gpu") for cache in ("bf16", "int8")
+    )
     passed = 4 if phase == rows.DECODE else batch * chunk * 5  # the limit; tokens and the mask of real ones
     assert figures["arguments"] == ledger.persistent_bytes + passed
     assert ledger.persistent_bytes + ledger.phase_bytes(phase) == pytest.approx(figures["peak"], rel=near)
@@ -243,11 +245,11 @@ def test_a_cache_in_int8_needs_what_the_ledger_says(phase, near):
     ("name", "layers", "batch", "context", "chunk", "cache"),
     [("gpt2", 12, 8, 1024, 128, "int8"), ("llama3.2-1b", 4, 2, 8192, 64, "bf16")],
 )
-def test_a_chunk_of_prompts_on_a_tpu_needs_what_the_ledger_says(name, layers, batch, context, chunk, cache):
+def test_prefill_peak_on_a_tpu_is_the_ledgers(name, layers, batch, context, chunk, cache):
     model = dataclasses.replace(architectures.ARCHITECTURES[name], vocab_size=1024, layers=layers)
     device = detect.by_name("v5e")
-    held = jnp.int8 if cache == "int8" else jnp.bfloat16
-    program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, held, transposed=True)
+    dtype = jnp.int8 if cache == "int8" else jnp.bfloat16
+    program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, dtype, transposed=True)
     figures = absent.inspect_program(program, absent.require_compiler(device.name, device.compile_target), 1).figures
     how = {"platform": "tpu", "vector_memory": device.vector_memory}
     ledger = inference(model, batch, context, chunk, "bf16", cache, **how)
@@ -255,7 +257,7 @@ def test_a_chunk_of_prompts_on_a_tpu_needs_what_the_ledger_says(name, layers, ba
     assert ledger.persistent_bytes < 0.9 * figures["peak"], "a workspace that was forgotten would be caught"
 
 
-def test_the_command_says_what_the_compilers_process_says():
+def test_the_command_prints_the_childs_error():
     wanted = ("--config.mesh.data=4", "--config.mesh.replica=3", "--config.train.batch_size=12")
     result = ledger("--device", "v5e", *wanted, "--compile")
     assert result.returncode == 2

@@ -50,9 +50,11 @@ def test_it_compiles_and_fits(name, device, overrides):
     )
     found = absent_programs.train_step(config, device)
     capacity, peak = target.memory_bytes, found.figures["peak"]
-    told = f"{name}: formula {format_bytes(ledger.peak_bytes)}, XLA {format_bytes(peak)}, has {format_bytes(capacity)}"
-    assert ledger.peak_bytes < capacity, told
-    assert peak < 0.95 * capacity, told
+    figures = (
+        f"{name}: formula {format_bytes(ledger.peak_bytes)}, XLA {format_bytes(peak)}, has {format_bytes(capacity)}"
+    )
+    assert ledger.peak_bytes < capacity, figures
+    assert peak < 0.95 * capacity, figures
     batch = 5 * 4 * config.train.batch_size * config.data.sequence_length // (config.mesh.data * config.mesh.replica)
     # A TPU may pad arrays of a few elements.
     assert found.figures["arguments"] == pytest.approx(
@@ -63,4 +65,4 @@ def test_it_compiles_and_fits(name, device, overrides):
     bill = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
     if not overrides and device == "h100":
         (stated,) = re.findall(r"([\d.]+ GiB) at its peak", bill)
-        assert stated == format_bytes(ledger.peak_bytes), told
+        assert stated == format_bytes(ledger.peak_bytes), figures

@@ -82,11 +82,11 @@ def test_a_copy_of_the_cache_would_be_caught():
     """Slicing a layer out of the stack before the kernel copies that layer."""
     named = detect.by_name("h100")
     target = absent.require_compiler(named.name, named.compile_target)
-    whole = program("llama", "gpu")
+    stacked = program("llama", "gpu")
 
     def run(q, k, v, lengths, layer, scales):
         options = {"window": 0, "scale": 0.1, "softcap": 0.0, "capacity": k.shape[3], "platform": "gpu"}
         return decode_lib.decode_attention(q, k[layer], v[layer], lengths, **options)
 
-    taken = absent.compile_for(Program("copying", jax.jit(run), whole.inputs, ()), target, 1)
-    assert taken.memory_analysis().temp_size_in_bytes >= cache_bytes("llama") / LAYERS
+    copying = absent.compile_for(Program("copying", jax.jit(run), stacked.inputs, ()), target, 1)
+    assert copying.memory_analysis().temp_size_in_bytes >= cache_bytes("llama") / LAYERS

@@ -10,7 +10,7 @@ import runs
 
 sys.path.insert(0, str(runs.ROOT / "experiments"))
 
-from suite import attention, bandwidth, ours, rivals, tune
+from suite import attention, bandwidth, implementations, tune
 from suite.cells import grid
 from suite.correctness import decode_program, flash_program
 
@@ -22,7 +22,7 @@ from jaxllm.programs import Program
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(ours, "interpreted", lambda: False)
+    monkeypatch.setattr(implementations, "interpreted", lambda: False)
 
 
 def compiles(jitted, arguments, name="h100"):
@@ -39,9 +39,9 @@ def test_attention_over_the_longest_sequence(name, head_dim):
     """Compiles both passes. cuDNN's needs the device to choose its algorithm; Mosaic's has no backward pass."""
     length, is_ours = max(attention.LENGTHS), name == "ours"
     shape = (1, length, attention.WIDTH // head_dim, head_dim)
-    arguments = jax.eval_shape(functools.partial(rivals.arrays, *shape, is_ours))
-    made = ours.causal(head_dim) if is_ours else rivals.made(name, head_dim, True)
-    executable = compiles(rivals.program(made, True), arguments)
+    arguments = jax.eval_shape(functools.partial(implementations.arrays, *shape, is_ours))
+    made = implementations.jaxllm_causal(head_dim) if is_ours else implementations.third_party(name, head_dim, True)
+    executable = compiles(implementations.program(made, True), arguments)
     q = arguments[0].size * arguments[0].dtype.itemsize
     assert executable.memory_analysis().temp_size_in_bytes < 4 * q  # no scores: those of one head take 2 GiB
 
@@ -62,15 +62,18 @@ def test_decode_attention_over_the_largest_cache(int8):
 def test_tiles_compile(kernel):
     """The first choice of tiles compiles for each kernel. The suite reports one too large for a multiprocessor."""
     head_dim = 128
-    arguments = jax.eval_shape(functools.partial(rivals.arrays, 1, 1024, 2, head_dim, True))
-    now = tiles_for(ours.TRITON, head_dim, "bfloat16")
+    arguments = jax.eval_shape(functools.partial(implementations.arrays, 1, 1024, 2, head_dim, True))
+    now = tiles_for(implementations.TRITON, head_dim, "bfloat16")
     first = dataclasses.replace(now, **{kernel: Tile(*tune.CHOICES[kernel][0])})
-    compiles(rivals.program(ours.causal(head_dim, tiles=first), kernel != "forward"), arguments)
+    compiles(
+        implementations.program(implementations.jaxllm_causal(head_dim, tiles=first), kernel != "forward"),
+        arguments,
+    )
 
 
 @pytest.mark.slow
 def test_cells_of_the_correctness_section_compile():
     for cell in grid("flash", False)[::9]:
-        compiles(*flash_program(cell, ours.attend))
+        compiles(*flash_program(cell, implementations.jaxllm_attention))
     for cell in grid("decode", False)[::9]:
         compiles(*decode_program(cell))

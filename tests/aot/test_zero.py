@@ -1,4 +1,4 @@
-"""ZeRO as XLA compiles it for absent devices: the collectives of each stage, and what is donated."""
+"""ZeRO as XLA compiles it for absent devices: collectives of each stage, donation, and the ledger's peaks and FLOPs."""
 
 import absent_programs
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from jaxllm import architectures
 from jaxllm.config import Config
 from jaxllm.ledger.compiled.collectives import Collective
-from jaxllm.ledger.formula import training_memory
+from jaxllm.ledger.formula import flops, training_memory
 from jaxllm.model.specs import parameter_count
 
 STAGES = (0, 1, 2, 3)
@@ -23,6 +23,8 @@ def small(zero: int, device: str = "h100", **fields) -> Config:
     model = config.model
     model.layers, model.width, heads = (4, 2048, 16) if device == "v5e" else (6, 512, 4)
     model.mlp_width, model.heads, model.kv_heads, model.head_dim = 4 * model.width, heads, heads, 128
+    if device == "v5e":  # its compiler is slow
+        config.data.sequence_length, config.train.batch_size = 128, 8
     return config
 
 
@@ -35,7 +37,8 @@ def eight_b(zero: int, **fields) -> Config:
 CELLS = [
     *[("small", "h100", zero) for zero in STAGES],
     *[("small", "v5e", zero) for zero in STAGES],
-    *[("8b", "h100", zero) for zero in STAGES],
+    # Stage 0 does not fit: XLA would rematerialize more than the policy states.
+    *[("8b", "h200", zero) for zero in (1, 2, 3)],
     ("8b", "v5e", 3),
 ]
 
@@ -49,14 +52,14 @@ def compiled(shape: str, device: str, zero: int):
     return found, parameter_count(architectures.resolve(config.model))
 
 
-def large_ones(found: absent_programs.Found, device: str, parameters: int) -> list[Collective]:
+def large_collectives(found: absent_programs.Found, device: str, parameters: int) -> list[Collective]:
     """Returns the collectives of the size of a weight.
 
     A TPU reduce-scatters some shapes in parts that do not quite match the shards, and passes the ends on.
     """
     if device == "v5e":
         assert found.volume("collective-permute") < 0.02 * parameters
-    large = [c for c in found.collectives if c.volume / c.runs.times >= LARGE]
+    large = [c for c in found.collectives if c.volume / c.executions.count >= LARGE]
     return [c for c in large if c.op != "collective-permute" or device != "v5e"]
 
 
@@ -64,7 +67,7 @@ def large_ones(found: absent_programs.Found, device: str, parameters: int) -> li
 def test_collectives_are_those_of_the_stage(shape, device, zero):
     """Volume in elements: 2Ψ of gradients in stage 0, Ψ + Ψ in stages 1 and 2, 2Ψ + Ψ in stage 3."""
     found, parameters = compiled(shape, device, zero)
-    large = large_ones(found, device, parameters)
+    large = large_collectives(found, device, parameters)
     ops = {c.op for c in large}
     gathered, reduced = found.volume("all-gather"), found.volume("reduce-scatter")
     all_reduced = sum(c.volume for c in large if c.op == "all-reduce")
@@ -84,24 +87,24 @@ def test_stage_3_gathers_inside_the_loop_over_layers(device):
     """Gathers run layer by layer in both passes: no collective carries more than one layer's weights."""
     found, parameters = compiled("small", device, 3)
     layers = small(3, device).model.layers
-    inside = [c for c in found.collectives if c.runs.times >= layers - 1]
-    large = large_ones(found, device, parameters)
+    inside = [c for c in found.collectives if c.executions.count >= layers - 1]
+    large = large_collectives(found, device, parameters)
     assert {c.op for c in large if c in inside} == {"all-gather", "reduce-scatter"}
     in_layers = sum(c.volume for c in inside if c.op == "all-gather")
     assert in_layers == pytest.approx(2 * parameters, rel=0.25)  # except the peeled iteration, embeddings and head
     one_layer = parameters / layers
-    assert all(c.volume / c.runs.times <= 1.05 * one_layer for c in found.collectives if c.op == "all-gather")
+    assert all(c.volume / c.executions.count <= 1.05 * one_layer for c in found.collectives if c.op == "all-gather")
 
 
-def test_a_tpu_s_compiler_in_a_hurry_makes_the_same_collectives():
+def test_little_compile_effort_makes_the_same_collectives_on_a_tpu():
     """Low compile effort yields the same collectives, arguments and donation from a different program."""
-    whole, _ = compiled("small", "v5e", 3)
-    hurried = absent_programs.train_step(small(3, "v5e"), "v5e", quick=True)
-    assert hurried.text != whole.text
+    full_effort, _ = compiled("small", "v5e", 3)
+    quick = absent_programs.train_step(small(3, "v5e"), "v5e", quick=True)
+    assert quick.text != full_effort.text
     for op in ("all-gather", "reduce-scatter", "all-reduce", "collective-permute"):
-        assert hurried.volume(op) == whole.volume(op)
+        assert quick.volume(op) == full_effort.volume(op)
     for name in ("arguments", "aliases", "outputs"):
-        assert hurried.figures[name] == whole.figures[name]
+        assert quick.figures[name] == full_effort.figures[name]
 
 
 @pytest.mark.parametrize(("shape", "device", "zero"), CELLS)
@@ -113,6 +116,16 @@ def test_everything_large_is_donated(shape, device, zero):
     # Small arrays are padded.
     assert state <= aliases <= 1.001 * state
     assert found.figures["arguments"] + found.figures["host_arguments"] >= state
+
+
+@pytest.mark.parametrize(("zero", "tensor"), [(1, 1), (2, 1), (3, 1), (3, 4)])
+def test_peak_and_flops_are_the_ledgers(zero, tensor):
+    config = eight_b(zero, mesh_data=8 // tensor, mesh_tensor=tensor)
+    found = absent_programs.train_step(config, "h200")
+    model = architectures.resolve_config(config)
+    ledger = training_memory.training(model, config, "bf16", "gpu")
+    assert ledger.peak_bytes == pytest.approx(found.figures["peak"], rel=0.05)
+    assert flops.train_step(model, config, "bf16", "gpu").flops == found.matmul_counts.flops
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -128,36 +141,36 @@ def test_accumulation_gathers_each_time_in_stage_3_only(zero):
 
 def test_offloaded_state_leaves_the_device():
     """ZeRO-Offload lowers device bytes by those of the moments, and of the masters if they are offloaded too."""
-    here = absent_programs.train_step(eight_b(3), "h100").figures
+    here = absent_programs.train_step(eight_b(3), "h200").figures
     parameters = parameter_count(architectures.resolve(eight_b(3).model))
-    for offload, numbers in (("moments", 2), ("all", 3)):
-        there = absent_programs.train_step(eight_b(3, optimizer_offload=offload), "h100").figures
-        moved = numbers * 4 * parameters / 8
+    for offload, copies in (("moments", 2), ("all", 3)):
+        there = absent_programs.train_step(eight_b(3, optimizer_offload=offload), "h200").figures
+        moved = copies * 4 * parameters / 8
         assert there["host_arguments"] == pytest.approx(moved, rel=1e-6)
         assert here["arguments"] - there["arguments"] == pytest.approx(moved, rel=1e-6)
         # The part that the update brings back to the device is small.
         assert here["peak"] - there["peak"] > 0.9 * moved
 
 
-def test_tensor_parallelism_splits_the_work():
+def test_tensor_parallelism_shards_the_matmuls():
     """Matmuls are divided over 8 devices alike by data or tensor; the latter gathers and scatters activations."""
     by_data = absent_programs.train_step(small(0), "h100")
     config = small(0, mesh_tensor=4)
     config.mesh.data = 2
     by_tensor = absent_programs.train_step(config, "h100")
     assert by_tensor.matmul_counts.flops == pytest.approx(by_data.matmul_counts.flops, rel=0.02)
-    large = {c.op for c in by_tensor.collectives if c.volume / c.runs.times >= LARGE}
+    large = {c.op for c in by_tensor.collectives if c.volume / c.executions.count >= LARGE}
     assert large == {"all-reduce", "all-gather", "reduce-scatter"}
-    assert found_sharded(by_tensor) < found_sharded(by_data) / 3
+    assert state_bytes(by_tensor) < state_bytes(by_data) / 3
 
 
-def found_sharded(found) -> int:
+def state_bytes(found) -> int:
     """Returns the bytes of the state on one device."""
     return absent_programs.bytes_per_device(found.inputs[0])
 
 
 # Stages differ where something is sharded; most device counts need padding, and some do not.
-@pytest.mark.parametrize(("zero", "devices"), [(3, 1), (0, 64), (3, 64), *((zero, 1024) for zero in STAGES)])
+@pytest.mark.parametrize(("zero", "devices"), [(3, 1), (3, 64), *((zero, 1024) for zero in STAGES)])
 def test_argument_bytes_are_the_ledgers(zero, devices):
     """Matches to the byte: the device's shard of the state, padding included, and its rows of the batch."""
     config = small(zero, train_batch_size=1024)
@@ -179,7 +192,7 @@ def test_no_layers_weights_stay_gathered():
         (gathered,) = [row.bytes_per_device for row in ledger.rows if row.name == "gathered layer"]
         return absent_programs.train_step(config, "h100").figures["peak"], ledger.peak_bytes, gathered
 
-    (few, few_told, gathered), (many, many_told, _) = peaks(6), peaks(12)
-    assert many - few == pytest.approx(many_told - few_told, rel=0.1)
+    (few, few_formula, gathered), (many, many_formula, _) = peaks(6), peaks(12)
+    assert many - few == pytest.approx(many_formula - few_formula, rel=0.1)
     # One more gathered layer would exceed the tolerance.
-    assert 0.1 * (many_told - few_told) < gathered
+    assert 0.1 * (many_formula - few_formula) < gathered

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
-from suite import attention, bandwidth, cells, correctness, exact, memory, records, table, timing, tune, work
+from suite import attention, bandwidth, cells, correctness, exact, memory, performance, records, tune
 from suite.records import Context, Record
 
 from jaxllm.architectures import ARCHITECTURES
@@ -48,7 +48,7 @@ def test_the_whole_script_on_a_cpu(tmp_path):
     assert ended == set(gpu_suite.SECTIONS)
     assert {record.section for record in found if record.value is not None} == set(gpu_suite.SECTIONS)
     assert not [record for record in found if record.note.startswith(("failed", "skipped"))]
-    assert max(map(len, done.stdout.splitlines()[:-1])) <= table.WIDTH
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= records.WIDTH
 
 
 def test_sections_that_are_not_there_are_named():
@@ -186,7 +186,7 @@ def test_a_section_that_hangs_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "_GRACE", 0.1)
     path = tmp_path / "records.jsonl"
     gpu_suite.child("attention", path, 0.1, True)
-    assert "its time" in records.read(path)[-1].note
+    assert "its time limit" in records.read(path)[-1].note
 
 
 @pytest.mark.parametrize("kind", ["flash", "decode"])
@@ -216,7 +216,7 @@ def test_the_yardstick_is_the_definition(group, softcap, window):
 
 def test_queries_that_see_nothing_are_zero_in_the_yardstick():
     q, k = np.ones((1, 5, 2, 4)), np.ones((1, 1, 3, 4))
-    mask = exact.seen(5, 3, True, 0)[None]
+    mask = exact.attention_mask(5, 3, True, 0)[None]
     assert mask[0].sum(1).tolist() == [0, 0, 1, 2, 3]
     out, dq, dk, dv = exact.attention(q, k, k, q, mask, 0.5, 0.0)
     assert not out[:, :2].any()
@@ -227,60 +227,62 @@ def test_queries_that_see_nothing_are_zero_in_the_yardstick():
 
 def test_attention_flops_are_two_products_of_seen_pairs():
     B, N, T, H = 2, 3, 1000, 16
-    pairs = exact.seen(T, T, True, 0).sum()
-    assert work.attention_flops(B, N, T, H, False) == pytest.approx(B * N * pairs * 2 * (H + H), rel=2e-3)
+    pairs = exact.attention_mask(T, T, True, 0).sum()
+    assert performance.attention_flops(B, N, T, H, False) == pytest.approx(B * N * pairs * 2 * (H + H), rel=2e-3)
     forward, backward = 2, 5  # matmuls per pair: q·k and w·v; q·k again, and those of dv, dw, dq, dk
-    ratio = work.attention_flops(B, N, T, H, True) / work.attention_flops(B, N, T, H, False)
+    ratio = performance.attention_flops(B, N, T, H, True) / performance.attention_flops(B, N, T, H, False)
     assert ratio == (forward + backward) / forward
-    assert work.attention_flops(1, 16, 32768, 128, False) == 4398046511104
+    assert performance.attention_flops(1, 16, 32768, 128, False) == 4398046511104
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_cache_bytes_are_those_of_the_arrays(int8):
     _, k, v, _, scales = jax.eval_shape(functools.partial(bandwidth.arrays, 3, 40, 4, 2, 16, int8))
-    held = sum(x.size * x.dtype.itemsize for x in (k, v, *scales.values()))
-    assert work.cache_bytes(3, 2, 40, 16, k.dtype.itemsize) == held
+    size = sum(x.size * x.dtype.itemsize for x in (k, v, *scales.values()))
+    assert performance.cache_bytes(3, 2, 40, 16, k.dtype.itemsize) == size
     assert len(scales) == 2 * int8
 
 
 def test_decode_bytes_are_weights_and_cache():
     model = ARCHITECTURES["llama3.2-1b"]
     cache = 2 * 16 * 8 * 64 * 2 * 500  # keys and values, layers, heads, elements, bytes, tokens
-    one = work.decode_bytes(model, 1, 500)
+    one = performance.decode_bytes(model, 1, 500)
     assert one == pytest.approx(2 * 1_235_814_400 + cache, rel=1e-3)
-    assert work.decode_bytes(model, 33, 500) - one == pytest.approx(32 * cache, rel=1e-2)
+    assert performance.decode_bytes(model, 33, 500) - one == pytest.approx(32 * cache, rel=1e-2)
 
 
 def test_utilisation():
     model = ARCHITECTURES["gpt2"]
     flops = compute.model_flops_per_token(model, 1024)
-    assert work.utilisation(model, 1024, 1e6, 2e6 * flops) == pytest.approx(0.5)
+    assert performance.utilisation(model, 1024, 1e6, 2e6 * flops) == pytest.approx(0.5)
     assert flops == pytest.approx(6 * 124e6 + 6 * 12 * 1024 * 768, rel=0.02)
 
 
 def test_a_rate_is_work_over_seconds():
-    timed = timing.Timing(2.0, 1.0, 4.0, 5, 1)
+    timed = performance.Timing(2.0, 1.0, 4.0, 5, 1)
     assert timed.rate(8.0) == {"value": 4.0, "low": 2.0, "high": 8.0, "repeats": 5}
 
 
 def test_short_calls_are_timed_together(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(performance.time, "perf_counter", lambda: now[0])
 
     def takes(seconds):
         def run():
             now[0] += seconds
 
-        return timing.measure(run, repeats=2, least_seconds=0.03)
+        return performance.measure(run, repeats=2, least_seconds=0.03)
 
     assert takes(0.002).calls == 15
     assert takes(0.002).median == pytest.approx(0.002)
     assert takes(0.04).calls == 1
-    assert takes(1e-9).calls == timing.MOST_CALLS
+    assert takes(1e-9).calls == performance.MOST_CALLS
 
 
 def test_our_fastest_version_is_compared():
-    seconds = {name: timing.Timing(s, s, s, 5, 1) for name, s in (("ours a", 2.0), ("ours b", 1.0), ("cudnn", 0.5))}
+    seconds = {
+        name: performance.Timing(s, s, s, 5, 1) for name, s in (("ours a", 2.0), ("ours b", 1.0), ("cudnn", 0.5))
+    }
     made = attention.record((1, 1000, 1, 500, False), seconds, {"jax mosaic": "none here"})
     assert made["value"] == pytest.approx(1e-3)
     assert made["beside"] == {"ours a": pytest.approx(5e-4), "cudnn": pytest.approx(2e-3)}
@@ -343,8 +345,8 @@ def test_a_document_that_is_not_as_it_should_be_is_refused(change):
 
 def test_the_table_keeps_its_width():
     long = Record("a", "word " * 30, 123456.7, "TFLOP/s", 1e5, 1.5e5, 5, note="x" * 300, ok=False)
-    lines = table.lines([long, Record("b", "none", note="why")])
-    assert max(map(len, lines)) <= table.WIDTH
+    lines = records.table_lines([long, Record("b", "none", note="why")])
+    assert max(map(len, lines)) <= records.WIDTH
     assert "123,457 TFLOP/s" in "".join(lines)
     assert "WRONG" in "".join(lines)
     assert sum(line.count("x") for line in lines) == 300

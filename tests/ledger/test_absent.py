@@ -19,8 +19,8 @@ from jaxllm.config import Config
 from jaxllm.errors import RunError, UserError
 from jaxllm.hardware import detect
 from jaxllm.ledger import rows
-from jaxllm.ledger.compiled import absent, attached, task_programs
-from jaxllm.ledger.compiled.attached import Inspection
+from jaxllm.ledger.compiled import absent, inspection
+from jaxllm.ledger.compiled.inspection import Inspection
 from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import Ledger, Row, Unknown
 from jaxllm.parallel import mesh
@@ -45,12 +45,12 @@ def no_compilers(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "extra"), [("h100", "cuda12"), ("v5e", "tpu")])
-def test_a_missing_compiler_is_told_with_the_command_that_installs_it(no_compilers, name, extra):
+def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(no_compilers, name, extra):
     with pytest.raises(UserError, match=rf"pip install 'jaxllm\[{extra}\]'"):
         absent.inspect(config(data=8), name, 8)
 
 
-def test_the_look_for_a_compiler_can_find_one():
+def test_an_installed_module_is_found():
     assert absent._is_installed("jax.experimental")
     assert not absent._is_installed("no_such_package.at_all")
 
@@ -65,9 +65,9 @@ def test_the_count_is_the_mesh_s():
         absent.inspect(config(data=4), "h100", 8)
 
 
-def test_the_child_answers_a_wrong_request_in_words():
+def test_an_invalid_request_is_a_one_line_error():
     request = {"config": {"mesh": {"data": 8}}, "device": "h1000", "count": 8}
-    assert "did you mean h100" in absent.answer(request)["error"]
+    assert "did you mean h100" in absent.handle_request(request)["error"]
 
 
 def test_an_abstract_mesh_compiles_to_what_a_mesh_of_devices_does(monkeypatch):
@@ -82,8 +82,8 @@ def test_an_abstract_mesh_compiles_to_what_a_mesh_of_devices_does(monkeypatch):
     model = architectures.resolve(tiny.model)
 
     def inspected(over, compile_):
-        (program,) = task_programs.programs_of(tiny, model, "cpu", over, None).values()
-        return dataclasses.replace(attached.inspect(lambda: compile_(program)), seconds=0.0)
+        (program,) = inspection.task_programs(tiny, model, "cpu", over, None).values()
+        return dataclasses.replace(inspection.inspect(lambda: compile_(program)), seconds=0.0)
 
     afar = inspected(absent.abstract_mesh(tiny), lambda program: absent.compile_for(program, here, 8))
     near = inspected(mesh.make_mesh(tiny.mesh), lambda program: program.compile())
@@ -102,10 +102,10 @@ def compilers(monkeypatch):
     monkeypatch.setattr(absent, "_is_installed", lambda module: True)
 
 
-def test_the_child_s_answers(compilers, monkeypatch):
-    told = attached.oom_inspection("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5)
-    monkeypatch.setattr(subprocess, "run", child(json.dumps({"programs": {"train_step": told.to_json()}})))
-    assert absent.inspect(config(data=8), "v5e", 8) == {"train_step": told}
+def test_responses_of_the_child(compilers, monkeypatch):
+    oom = inspection.oom_inspection("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5)
+    monkeypatch.setattr(subprocess, "run", child(json.dumps({"programs": {"train_step": oom.to_json()}})))
+    assert absent.inspect(config(data=8), "v5e", 8) == {"train_step": oom}
     monkeypatch.setattr(subprocess, "run", child(json.dumps({"error": "no"})))
     with pytest.raises(UserError, match=r"^no$"):
         absent.inspect(config(data=8), "v5e", 8)
@@ -122,26 +122,26 @@ def test_the_abstract_mesh_is_the_mesh_without_devices():
 def test_the_command_bills_a_named_device():
     result = ledger("--config.mesh.data=8", "--device", "h200", "--json")
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert (told["device"], told["count"], told["capacity_bytes"]) == (
+    bill = json.loads(result.stdout)
+    assert (bill["device"], bill["count"], bill["capacity_bytes"]) == (
         "H200 SXM",
         8,
         detect.by_name("h200").memory_bytes,
     )
-    assert told["compute"]["bound"] == "bandwidth"
-    assert told["columns"]["compiled"] == {"unknown": "not measured: nothing was traced, compiled or run"}
-    assert "programs" not in told
+    assert bill["compute"]["bound"] == "bandwidth"
+    assert bill["columns"]["compiled"] == {"unknown": "not measured: nothing was traced, compiled or run"}
+    assert "programs" not in bill
 
 
 def test_the_command_compiles_for_this_machine():
     result = ledger("--compile", "--json")
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    figures = told["columns"]["compiled"]
+    bill = json.loads(result.stdout)
+    figures = bill["columns"]["compiled"]
     assert figures["peak"] == sum(figures[name] for name in ("arguments", "outputs", "temps")) - figures["aliases"]
-    program = told["programs"]["train_step"]
+    program = bill["programs"]["train_step"]
     assert program["figures"]["peak"] == figures["peak"]
-    assert isinstance(told["gaps"]["peak"]["compiled"], float)
+    assert isinstance(bill["gaps"]["peak"]["compiled"], float)
     assert program["products"]["flops"] > 0
     assert program["collectives"] == []
 
@@ -149,13 +149,13 @@ def test_the_command_compiles_for_this_machine():
 def test_the_command_compiles_prefill_and_decoding():
     result = ledger("--task", "infer", "--context", "64", "--compile", "--json")
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert set(told["programs"]) == {"prefill", "decode"}
-    peaks = [program["figures"]["peak"] for program in told["programs"].values()]
-    assert told["columns"]["compiled"]["peak"] == max(peaks)
+    bill = json.loads(result.stdout)
+    assert set(bill["programs"]) == {"prefill", "decode"}
+    peaks = [program["figures"]["peak"] for program in bill["programs"].values()]
+    assert bill["columns"]["compiled"]["peak"] == max(peaks)
 
 
-def test_the_command_for_people_fits_a_hundred_columns():
+def test_the_commands_text_fits_100_columns():
     result = ledger("--compile")
     assert result.returncode == 0, result.stderr
     assert "Compiled: fits" in result.stdout
@@ -164,7 +164,7 @@ def test_the_command_for_people_fits_a_hundred_columns():
 
 
 LEDGER = Ledger("train", "m", 5, "d", 8, (Row("weights", "weights", rows.PERSISTENT, 110, "1"),), 1000)
-FIGURES = dict.fromkeys(attached.NAMES, 0) | {"arguments": 60, "temps": 40, "peak": 100, "flops": Unknown("no flops")}
+FIGURES = dict.fromkeys(inspection.NAMES, 0) | {"arguments": 60, "temps": 40, "peak": 100, "flops": Unknown("no flops")}
 GATHER = {
     "op": "all-gather",
     "dtype": "bf16",
@@ -187,7 +187,7 @@ def shown(inspection, ledger=LEDGER):
     return " ".join(out.getvalue().split())
 
 
-def test_the_compiled_program_for_people():
+def test_a_compiled_program_as_text():
     rows_ = [GATHER, GATHER | {"conditional": True}, GATHER | {"unknown_loops": ["while.3"]}]
     text = shown(Inspection(FIGURES, rows_, PRODUCTS, 1.5))
     assert "peak 100 B 110 B (+10.0%)" in text
@@ -200,15 +200,15 @@ def test_the_compiled_program_for_people():
     assert "arguments in host memory 7 B" in shown(Inspection(FIGURES | {"host_arguments": 7}, [], PRODUCTS, 1.5))
 
 
-def test_what_is_not_known_of_a_compiled_program_is_said():
+def test_unknown_figures_of_a_compiled_program_have_footnotes():
     unknown = Unknown("no text")
     text = shown(Inspection(FIGURES | {"peak": Unknown("no temps")}, unknown, unknown, 1.5))
     assert "Compiled: whether it fits is unknown [1]" in text
     assert "Collectives: unknown [2] Matrix products: unknown [2] [1] no temps [2] no text" in text
 
 
-def test_a_refusal_for_people():
-    text = shown(attached.oom_inspection("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5))
+def test_an_out_of_memory_error_as_text():
+    text = shown(inspection.oom_inspection("RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm.", 1.5))
     assert (
         text == "train_step, compiled: does not fit. The compiler's words: RESOURCE_EXHAUSTED: Used 32.0G of 16.0G hbm."
     )
@@ -220,7 +220,7 @@ def test_too_large_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--device", "h1000"), "did you mean h100?"),
         (("--device", "h100", "--count", "8"), "--config.mesh.data=8"),
@@ -232,9 +232,9 @@ def test_too_large_does_not_fit():
         (("--task", "infer", "--weights", "int5"), "int4-32"),
     ],
 )
-def test_bad_input_is_one_line(arguments, told):
+def test_bad_input_is_one_line(arguments, message):
     result = ledger(*arguments)
     assert result.returncode == 2, result.stderr
-    assert told in result.stderr
+    assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""

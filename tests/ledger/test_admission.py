@@ -35,7 +35,7 @@ def test_a_refusal_ends_the_call_and_not_the_engine():  # google-deepmind/gemma#
         jnp.float32,
         chunk=8,
         steps=4,
-        admit=lambda batch, context: billed(batch, context, memory).admit(),
+        admit=lambda batch, context: billed(batch, context, memory).require_fit(),
     )
     before, _ = generator.generate(["x" * 200], GREEDY)
     for prompts, largest in ((["x" * 15_500], "tokens in each of 1"), (["x"] * 60, "sequences of that length")):

@@ -65,17 +65,17 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_volume_is_what_xla_moves(case):
     model, config = CASES[case]
-    told = volumes(communication.train_step(model, config, config.precision.policy))
+    formula = volumes(communication.train_step(model, config, config.precision.policy))
     found = compiled(model, config)
-    for key in {*told, *found}:
-        assert told.get(key, 0) == pytest.approx(found.get(key, 0), rel=1e-3, abs=FEW), key
+    for key in {*formula, *found}:
+        assert formula.get(key, 0) == pytest.approx(found.get(key, 0), rel=1e-3, abs=FEW), key
 
 
 def test_a_wrong_stage_is_caught():
     model, config = CASES["stage 3"]
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, zero=2))
-    told = volumes(communication.train_step(model, config, "fp32"))
-    assert told["all-gather", 8] < 0.6 * compiled(*CASES["stage 3"])["all-gather", 8]
+    formula = volumes(communication.train_step(model, config, "fp32"))
+    assert formula["all-gather", 8] < 0.6 * compiled(*CASES["stage 3"])["all-gather", 8]
 
 
 @pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])

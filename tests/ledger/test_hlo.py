@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.ledger.compiled import collectives, hlo, hlo_runs, matmuls
+from jaxllm.ledger.compiled import collectives, hlo, matmuls
 from jaxllm.ledger.compiled.hlo import Shape
 
 # Two nested loops of 3 and 5 trips; one trip count is annotated, the other must be read off the counter.
@@ -99,7 +99,7 @@ def test_instructions():
     assert module.aliased_parameters == {0, 2}
 
 
-def test_sizes_of_numbers():
+def test_sizes_of_elements():
     sizes = {"pred": 1, "s4": 1, "s8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "u32": 4, "f64": 8, "c64": 8, "token": 0}
     assert {dtype: hlo.shapes(f"{dtype}[]")[0].bytes for dtype in sizes} == sizes
     assert Shape("s4", (3,)).bytes == 2
@@ -111,15 +111,15 @@ def test_brackets_in_quotes_and_names_without_percent_signs():
 
 
 @pytest.mark.parametrize("text", ["", "HloModule m\n", wrap(["%y = bf16[4"]), wrap(["what is this"])])
-def test_what_is_no_program_is_refused(text):
+def test_invalid_text_is_an_error(text):
     with pytest.raises(ValueError, match=r"HLO|bracket|substring"):
         hlo.parse(text)
 
 
 def test_trip_counts_multiply():
-    runs = hlo_runs.runs(hlo.parse(LOOPS))
-    assert runs["outer_body"] == [hlo_runs.Runs(5, (), False)]  # 1, 3, 5, 7, 9
-    assert runs["inner_body"] == [hlo_runs.Runs(15, (), False)]
+    runs = hlo.execution_counts(hlo.parse(LOOPS))
+    assert runs["outer_body"] == [hlo.ExecutionCount(5, (), False)]  # 1, 3, 5, 7, 9
+    assert runs["inner_body"] == [hlo.ExecutionCount(15, (), False)]
     assert "add" not in runs
 
 
@@ -136,13 +136,13 @@ def test_trip_counts_multiply():
 )
 def test_a_counter_is_read_or_the_loop_is_unknown(old, new, trips):
     assert old in LOOPS
-    runs = hlo_runs.runs(hlo.parse(LOOPS.replace(old, new)))["inner_body"]
-    assert runs == [hlo_runs.Runs(3 if trips is None else 3 * trips, ("loop",) if trips is None else (), False)]
+    runs = hlo.execution_counts(hlo.parse(LOOPS.replace(old, new)))["inner_body"]
+    assert runs == [hlo.ExecutionCount(3 if trips is None else 3 * trips, ("loop",) if trips is None else (), False)]
 
 
 def test_collectives_in_loops_run_once_a_trip():
     (found,) = collectives.collectives(hlo.parse(LOOPS))
-    assert (found.op, found.devices, found.runs.times, found.computation) == ("all-reduce", 2, 15, "inner_body")
+    assert (found.op, found.devices, found.executions.count, found.computation) == ("all-reduce", 2, 15, "inner_body")
     assert (found.operand_bytes, found.result_bytes, found.dtypes) == (512, 512, ("f32",))
     assert found.volume == 2 * 128 * 15
     assert found.ring_bytes == 2 * 512 / 2 * 15
@@ -207,7 +207,7 @@ ALL = "replica_groups=[1,8]<=[8]"
         ),
     ],
 )  # fmt: skip
-def test_every_collective_in_every_spelling_once(lines, op, operand, result, volume):
+def test_every_form_of_every_collective_counts_once(lines, op, operand, result, volume):
     (found,) = collectives.collectives(hlo.parse(wrap(lines)))
     assert (found.op, found.operand_bytes, found.result_bytes, found.volume) == (op, operand, result, volume)
     assert found.devices == (3 if op == "collective-permute" else 8)
@@ -227,7 +227,7 @@ def test_a_wrapped_asynchronous_collective_is_counted_once():
     assert (found.op, found.operand_bytes, found.result_bytes) == ("reduce-scatter", 512, 64)
 
 
-def test_what_a_tpu_fuses():
+def test_collectives_in_tpu_fusions():
     """A TPU's reduce-scatter is an all-reduce and a slice; one gather in three fusions counts as one gather."""
     fused = """%all-reduce-scatter.1 (p: bf16[4,64]) -> bf16[4,8] {
   %p = bf16[4,64] parameter(0)
@@ -269,7 +269,7 @@ def test_branches_are_marked():
     )
     text = wrap(["%i = s32[] constant(0)", "%y = bf16[4,64] conditional(%i, %x, %x), branch_computations={%b, %b}"])
     (found,) = collectives.collectives(hlo.parse(text.replace("ENTRY", branch + "ENTRY")))
-    assert (found.runs.times, found.runs.conditional) == (2, True)
+    assert (found.executions.count, found.executions.conditional) == (2, True)
 
 
 GEMM = (
@@ -301,19 +301,19 @@ WEIGHT = "%w = bf16[64,32]{1,0} constant({...})"
           "rhs_contracting_dims={1}"], 2 * 6 * 2 * 3 * 5),
     ],
 )  # fmt: skip
-def test_products(lines, flops):
+def test_matmuls(lines, flops):
     found = matmuls.count_matmuls(hlo.parse(wrap(lines)))
     assert (found.flops, found.count, found.uncounted) == (flops, 1, {})
 
 
-def test_products_in_loops():
+def test_matmuls_in_loops():
     found = matmuls.count_matmuls(hlo.parse(LOOPS))
     assert (found.flops, found.count) == (15 * 2 * 16 * 8 * 8, 15)
     unknown = matmuls.count_matmuls(hlo.parse(LOOPS.replace("direction=LT", "direction=NE")))
     assert (unknown.flops, unknown.unknown_loops) == (3 * 2 * 16 * 8 * 8, ("loop",))
 
 
-def test_what_cannot_be_counted_is_named():
+def test_uncounted_operations_are_named():
     lines = [
         '%a = bf16[4,64] custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"',
         "%b = bf16[4,64] ragged-dot(%a, %a), lhs_contracting_dims={1}",
@@ -352,7 +352,7 @@ def summed(weights, x):
 def test_a_real_data_parallel_step():
     module = data_parallel(summed)
     (found,) = collectives.collectives(module)
-    assert (found.op, found.devices, found.runs.times) == ("all-reduce", 8, 1)
+    assert (found.op, found.devices, found.executions.count) == ("all-reduce", 8, 1)
     assert found.volume == 2 * TRIPS * SIDE * SIDE
     assert matmuls.count_matmuls(module).flops == 3 * TRIPS * 2 * (ROWS // 8) * SIDE * SIDE
 
@@ -360,8 +360,8 @@ def test_a_real_data_parallel_step():
 def test_a_real_collective_in_a_loop():
     def gathered(weights, x):
         def layer(c, w):
-            whole = jax.lax.all_gather(w, "x", axis=0, tiled=True)
-            return jnp.tanh(c @ whole), None
+            gathered_weight = jax.lax.all_gather(w, "x", axis=0, tiled=True)
+            return jnp.tanh(c @ gathered_weight), None
 
         return jax.lax.scan(layer, x, weights)[0].sum()[None]
 
@@ -378,17 +378,17 @@ def test_a_real_collective_in_a_loop():
     module = hlo.parse(jax.jit(step).lower(weights, x).compile().as_text())
     found = [c for c in collectives.collectives(module) if c.op == "all-gather"]
     assert sum(c.volume for c in found) == TRIPS * SIDE * SIDE
-    assert sum(c.runs.times for c in found) == TRIPS
+    assert sum(c.executions.count for c in found) == TRIPS
     assert matmuls.count_matmuls(module).flops == TRIPS * 2 * (ROWS // 8) * SIDE * SIDE
 
 
-def test_a_sum_too_many_shows():
+def test_a_second_reduction_is_detected():
     """A planted fault: a step that reduces its gradients twice is detected."""
     module = data_parallel(lambda w, x: jax.lax.psum(jax.lax.psum(jnp.sin(summed(w, x)), "x") ** 2, "x"))
     assert sum(c.volume for c in collectives.collectives(module)) == 3 * 2 * TRIPS * SIDE * SIDE
 
 
-def test_a_real_loop_that_ends_by_what_it_computes():
+def test_a_data_dependent_loop():
     def body(x):
         return x @ x * 0.5
 

@@ -15,7 +15,7 @@ from jaxllm.config import Config
 from jaxllm.decode import state as decode_state
 from jaxllm.errors import UserError
 from jaxllm.ledger import trace
-from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.device import tree_bytes
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.inference_memory import inference
@@ -87,7 +87,7 @@ def test_peaks_are_near_xlas(cell):
         DECODE: programs.decode(model, batch, 8, capacity, jnp.float32),
     }
     for (phase, program), bounds in zip(made.items(), allowed, strict=True):
-        xla = attached.figures(program.compile())["peak"]
+        xla = inspection.figures(program.compile())["peak"]
         # Where the bill is 10 % too high, a row of 8 % that is forgotten goes unnoticed.
         peaks.assert_near(ledger, phase, xla, bounds, caught=bounds[1] < 10)
 
@@ -102,7 +102,7 @@ def test_peaks_without_a_cache_are_near_xlas(cell):
     program = programs.decode_without_cache(model, batch, 8, capacity, jnp.float32)
     # Effort spent on machine code changes no buffer.
     executable = program.jitted.lower(*program.inputs).compile(compiler_options={"xla_backend_optimization_level": 0})
-    peak = attached.figures(executable)["peak"]
+    peak = inspection.figures(executable)["peak"]
     if model.attention_softcap and JAX >= (0, 11):
         # Newer XLA writes one more array of scores than the formula, which is fitted to 0.10.
         peak -= batch * model.heads * capacity**2 * 4
@@ -132,7 +132,7 @@ def test_scoring_a_prompt_against_the_reference():
         return jax.nn.log_softmax(transformer.logits(hidden, params, model))
 
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
-    found = attached.figures(jax.jit(score).lower(abstract(param_specs(model), jnp.float32), ids).compile())
+    found = inspection.figures(jax.jit(score).lower(abstract(param_specs(model), jnp.float32), ids).compile())
     with_, without = (
         inference(model, batch, 128, tokens, "fp32", "fp32", "", "cpu", scored) for scored in (True, False)
     )

@@ -11,7 +11,7 @@ from test_memory import BASE, GEMMA, WIDE, run
 from jaxllm import programs
 from jaxllm.config.remat import TAGS
 from jaxllm.ledger import trace
-from jaxllm.ledger.compiled import attached, hlo, matmuls
+from jaxllm.ledger.compiled import hlo, inspection, matmuls
 from jaxllm.ledger.formula import communication
 from jaxllm.ledger.formula import flops as compute
 from jaxllm.ledger.formula.exact import block_graph
@@ -100,7 +100,7 @@ def test_arguments_and_flops_are_the_program_s_and_the_peak_is_near(name):
     program = programs.train_step(
         made, programs.make_step_spec(made, model, "cpu"), mesh.make_mesh(made.mesh)
     ).compile()
-    found, bill = attached.figures(program), training(model, made, policy)
+    found, bill = inspection.figures(program), training(model, made, policy)
     batch = next(row.bytes_per_device for row in bill.rows if row.name == "batch")
     assert found["arguments"] == bill.persistent_bytes + batch
     multiplied = matmuls.count_matmuls(hlo.parse(program.as_text()))

@@ -16,7 +16,7 @@ from jaxllm.config.optimizers import OPTIMIZERS as OPTIMIZER_RECORDS
 from jaxllm.config.optimizers import Optimizer, Slot
 from jaxllm.errors import UserError
 from jaxllm.ledger import trace
-from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
@@ -201,7 +201,7 @@ def test_training_peak_is_near_xlas(cell):
     model, config, allowed = CELLS[cell]
     step_spec = programs.make_step_spec(config, model, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
-    figures = attached.figures(program.compile())
+    figures = inspection.figures(program.compile())
     ledger = training(model, config, config.precision.policy)
     peaks.assert_near(ledger, ledger.peak_phase, figures["peak"], allowed)
     batch = next(row.bytes_per_device for row in ledger.rows if row.kind == "batch")
@@ -246,7 +246,7 @@ def test_the_state_is_the_programs_arguments_and_all_of_it_is_taken_over(name):
     """All of the state is donated, even arrays that no update reads: Adafactor's moments of factored parameters."""
     config = run(optimizer_name=name)
     program = programs.train_step(config, programs.make_step_spec(config, BASE, "cpu"), mesh.make_mesh(config.mesh))
-    figures, ledger = attached.figures(program.compile()), training(BASE, config, "fp32")
+    figures, ledger = inspection.figures(program.compile()), training(BASE, config, "fp32")
     batch = next(row.bytes_per_device for row in ledger.rows if row.kind == "batch")
     assert figures["arguments"] == ledger.persistent_bytes + batch
     assert figures["aliases"] == ledger.persistent_bytes

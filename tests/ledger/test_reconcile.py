@@ -29,9 +29,9 @@ LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 10_000)
 
 def test_all_columns_and_gaps():
     result = reconcile(LEDGER, {"peak": 1000}, {"peak": 1250}, STATE)
-    weights, optimizer, persistent, activations, peak = result.lines
+    weights, optimizer, persistent, activations, peak = result.figures
     assert isinstance(activations.gap("device"), Unknown)
-    assert [line.gap("device") for line in (weights, optimizer, persistent)] == [0.0, 0.0, 0.0]
+    assert [figure.gap("device") for figure in (weights, optimizer, persistent)] == [0.0, 0.0, 0.0]
     assert peak.gap("compiled") == pytest.approx(0.2)
     assert peak.gap("device") == pytest.approx(-0.04)
     assert isinstance(peak.gap("trace"), Unknown)
@@ -46,10 +46,10 @@ def test_state_has_no_tolerance():
 
 def test_nothing_measured_is_unknown_everywhere():
     result = reconcile(LEDGER)
-    for line in result.lines:
+    for figure in result.figures:
         for column in ("trace", "compiled", "device"):
-            assert isinstance(line.columns[column], Unknown)
-            assert isinstance(line.gap(column), Unknown)
+            assert isinstance(figure.columns[column], Unknown)
+            assert isinstance(figure.gap(column), Unknown)
     assert result.ok(0.0)
 
 
@@ -59,7 +59,7 @@ def test_json_is_the_ledgers_with_its_columns():
     assert value["peak_bytes_per_device"] == ledgers.peak(value) == LEDGER.peak_bytes
     assert value["columns"]["compiled"]["peak"] == 1000
     assert value["columns"]["device"]["persistent"] == 800
-    assert value["columns"]["device"]["peak"] == {"unknown": "no device was asked"}
+    assert value["columns"]["device"]["peak"] == {"unknown": "no device was measured"}
     assert value["gaps"]["peak"]["compiled"] == pytest.approx(0.2)
 
 
@@ -73,13 +73,13 @@ def test_live_bytes_see_an_array_come_and_go():
 
 def test_a_replicated_tree_counts_once_a_device():
     mesh = jax.make_mesh((8,), ("data",))
-    whole = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P()))
-    split = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P("data")))
-    assert device.tree_bytes({"whole": whole, "split": split}) == 64 * 4 + 64 * 4 // 8
+    replicated = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P()))
+    sharded = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P("data")))
+    assert device.tree_bytes({"replicated": replicated, "sharded": sharded}) == 64 * 4 + 64 * 4 // 8
 
 
 def test_a_cpu_keeps_no_statistics():
-    assert device.peak_bytes() == Unknown("the CPU backend keeps no memory_stats")
+    assert device.peak_bytes() == Unknown("the CPU backend has no memory_stats")
 
 
 class Statistics:
@@ -103,13 +103,13 @@ class Busy:
         return {"bytes_in_use": 40, "bytes_limit": 100}
 
 
-def test_what_others_hold_is_not_ours_to_take():
+def test_memory_used_by_others_is_not_available():
     assert device.used_by_others(Busy()) == 40
     assert device.available_bytes(Busy()) == 60
     assert isinstance(device.available_bytes(Statistics()), Unknown)
 
 
-def test_a_host_s_memory_counts_our_own_arrays_as_ours(monkeypatch):
+def test_available_host_memory_includes_our_own_arrays(monkeypatch):
     """Free memory is patched to a constant: other processes change it while a test runs."""
     monkeypatch.setattr(device, "_free_host_bytes", lambda: 2**30)
     before = device.available_bytes()
@@ -120,13 +120,13 @@ def test_a_host_s_memory_counts_our_own_arrays_as_ours(monkeypatch):
     assert device.used_by_others() > 0
 
 
-def test_left_for_us():
+def test_memory_available_to_a_task():
     gpu = Device("a GPU", 100, None, {}, "a test", "gpu")
     assert device.available_to_task(gpu, 15) == 85
     assert device.available_to_task(gpu, 150) == 0
-    assert device.available_to_task(gpu, Unknown("nobody says")) == 100
+    assert device.available_to_task(gpu, Unknown("not measured")) == 100
     host = Device("a host", 100, None, {}, "a test", "cpu")
-    assert device.available_to_task(host, 15, count=4) == 25, "what is free is told already, and is shared"
+    assert device.available_to_task(host, 15, count=4) == 25, "a CPU's memory_bytes is free memory, which devices share"
     assert isinstance(device.available_to_task(Device("?", None, None, {}, "a test", "gpu"), 15), Unknown)
 
 
@@ -155,7 +155,7 @@ def test_unknown_has_a_footnote():
     text = shown(terminal.show_reconciliation, reconcile(LEDGER, {"peak": 1000}, {"peak": device.peak_bytes()}, STATE))
     assert "+20.0%" in text
     assert "unknown [" in text
-    assert "] the CPU backend keeps no memory_stats" in text
+    assert "] the CPU backend has no memory_stats" in text
 
 
 def test_this_machine_is_measured():

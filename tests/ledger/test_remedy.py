@@ -157,7 +157,7 @@ def test_memory_held_by_others_counts():  # transformers#16987, accelerate#2910,
     assert admission.fits
     assert admission.margin == admission.available_bytes - admission.required_bytes >= 0
     assert admission.available_bytes == detect.by_name("rtx4090").memory_bytes
-    alone.admit()
+    alone.require_fit()
     assert bill(0, admission.largest_batch).admission().fits
     assert not bill(0, admission.largest_batch + 1).admission().fits
     refusal = shared.admission()
@@ -167,8 +167,8 @@ def test_memory_held_by_others_counts():  # transformers#16987, accelerate#2910,
         0,
     )
     with pytest.raises(Exception, match=r"does not fit.*GiB of 8\.37 GiB.*not one token fits beside the weights"):
-        shared.admit()
-    assert "others hold 13.97 GiB" in shared.lines()[-1]
+        shared.require_fit()
+    assert "others hold 13.97 GiB" in shared.summary_lines()[-1]
 
 
 def test_a_context_that_does_not_fit_is_told_the_one_that_does():  # gemma#715, vllm#40302
@@ -178,7 +178,7 @@ def test_a_context_that_does_not_fit_is_told_the_one_that_does():  # gemma#715, 
     assert bill(0, 1, refusal.largest_context).admission().fits
     assert not bill(0, 1, refusal.largest_context + 1).admission().fits
     with pytest.raises(Exception, match=f"{refusal.largest_context:,} tokens in each of 1"):
-        bill(0, batch=1, context=131_072).admit()
+        bill(0, batch=1, context=131_072).require_fit()
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 2, 3, 17, 1000])

@@ -45,7 +45,7 @@ def by_tag(made: list[rows.Row], phase: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for row in made:
         if row.phase == phase and row.bytes_per_device:
-            name = row.name if row.name in TAGS else trace.OTHER
+            name = row.name if row.name in TAGS else trace.UNTAGGED
             found[name] = found.get(name, 0) + row.bytes_per_device
     return found
 
@@ -130,8 +130,8 @@ def test_the_trace_column_is_the_formulas():
     ledger = training(models.SLIDING, config, "fp32")
     result = reconcile(ledger, trace_figures=trace.figures(config, models.SLIDING, "cpu"))
     assert result.ok(0.0), result.faults(0.0)
-    assert [line.gap("trace") for line in result.lines[:4]] == [0.0] * 4
-    assert isinstance(result.lines[4].gap("trace"), rows.Unknown)
+    assert [figure.gap("trace") for figure in result.figures[:4]] == [0.0] * 4
+    assert isinstance(result.figures[4].gap("trace"), rows.Unknown)
 
 
 def test_a_forgotten_tag_is_caught(monkeypatch):

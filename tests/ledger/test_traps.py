@@ -16,7 +16,7 @@ from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
 from jaxllm.hardware import detect
 from jaxllm.ledger import device, trace
-from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.formula.exact import layout as layout_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
@@ -50,9 +50,9 @@ def test_a_donated_state_is_one_buffer_and_not_two():  # jax-ml/jax#18954, #3129
     step_spec = programs.make_step_spec(config, BASE, "cpu")
     program = programs.train_step(config, step_spec, mesh.make_mesh(config.mesh))
     state = training(BASE, config, "fp32").persistent_bytes
-    given = attached.figures(program.compile())
+    given = inspection.figures(program.compile())
     with_copies = dataclasses.replace(program, jitted=jax.jit(program.jitted.__wrapped__))
-    kept = attached.figures(with_copies.compile())
+    kept = inspection.figures(with_copies.compile())
     for figures, aliases in ((given, state), (kept, 0)):
         assert figures["aliases"] == aliases
         assert figures["arguments"] == state + 20 * 4 * 128

@@ -5,7 +5,7 @@ import pytest
 from jaxllm import architectures
 from jaxllm.errors import RunError, UserError
 from jaxllm.hardware import detect
-from jaxllm.ledger.compiled.attached import Inspection
+from jaxllm.ledger.compiled.inspection import Inspection
 from jaxllm.ledger.rows import Unknown
 from jaxllm.plan import confirm, training
 from jaxllm.plan.training_space import TrainingSpace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Config
 from jaxllm.ledger import rows
-from jaxllm.ledger.compiled.attached import NAMES, Inspection
+from jaxllm.ledger.compiled.inspection import NAMES, Inspection
 from jaxllm.ledger.formula import communication, flops
 from jaxllm.ledger.formula.exact.formats import CACHE_FORMATS, FORMATS
 from jaxllm.ledger.formula.inference_memory import inference

@@ -72,7 +72,7 @@ def test_rows_of_activations_are_the_residuals(case):
         billed: dict[str, int] = {}
         for row in activations.rows_between_passes(settled, rows.BOUNDARY):
             if row.phase == phase and row.bytes_per_device:
-                name = row.name if row.name in TAGS else trace.OTHER
+                name = row.name if row.name in TAGS else trace.UNTAGGED
                 billed[name] = billed.get(name, 0) + row.bytes_per_device
         assert billed == found
     assert activations.loss_gradients(settled) * settled.compute_bytes == kept.loss

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxllm.errors import RunError
-from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.rows import Figure, Ledger, Unknown, format_bytes
 
 _MARKERS = ("RESOURCE_EXHAUSTED", "Out of memory", "YNNPACK operation failed")
@@ -53,7 +53,7 @@ def oom_text(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return f"MemoryError: {error}" if str(error) else "MemoryError"
     text = str(error)
-    return attached.oom_inspection(text, 0.0).oom_message if _MARKERS[0] in text else " ".join(text.split())[:200]
+    return inspection.oom_inspection(text, 0.0).oom_message if _MARKERS[0] in text else " ".join(text.split())[:200]
 
 
 def message(doing: str, error: BaseException, ledger: Ledger, used_by_others: Figure, *more: str) -> str:
@@ -75,7 +75,7 @@ def message(doing: str, error: BaseException, ledger: Ledger, used_by_others: Fi
         lines[-1] += f"; the available memory is unknown: {capacity.why}"
     else:
         lines[-1] += f"; {format_bytes(capacity)} is available"
-    by_compiler = attached.oom_inspection(str(error), 0.0).figures["peak"]
+    by_compiler = inspection.oom_inspection(str(error), 0.0).figures["peak"]
     if not isinstance(by_compiler, Unknown):
         lines.append(f"peak reported by the compiler: {format_bytes(by_compiler)}")
     largest = (f"{row.name} {format_bytes(row.bytes_per_device)}" for row in ledger.largest_rows(_ROWS))

@@ -3,7 +3,7 @@
 The compilers of the extras `cuda12` and `tpu` need no device, but they search for one when JAX starts, which is slow
 and prints messages. They therefore run in a child process with JAX_PLATFORMS=cpu:
 
-    python -m jaxllm.ledger.compiled.absent    request (JSON) on standard input, answer (JSON) on standard output
+    python -m jaxllm.ledger.compiled.absent    JSON request on standard input, JSON response on standard output
 """
 
 import dataclasses
@@ -27,9 +27,8 @@ from jaxllm.config import Config, overrides
 from jaxllm.errors import RunError, UserError
 from jaxllm.hardware import detect
 from jaxllm.hardware.compile_targets import Target
-from jaxllm.ledger.compiled import attached, tpu_report
-from jaxllm.ledger.compiled.attached import Inspection
-from jaxllm.ledger.compiled.task_programs import SamplingSpec, programs_of
+from jaxllm.ledger.compiled import inspection
+from jaxllm.ledger.compiled.inspection import Inspection, SamplingSpec
 from jaxllm.parallel import mesh
 from jaxllm.programs import Program
 
@@ -53,7 +52,7 @@ def require_compiler(device: str, target: Target | None) -> Target:
       UserError: The device has no compile target, or the extra with its compiler is not installed.
     """
     if target is None:
-        raise UserError(f"{device} is not a device that programs can be compiled for from afar; see --device")
+        raise UserError(f"{device} is not a device that programs can be compiled for while it is absent; see --device")
     if not any(_is_installed(module) for module in _COMPILERS[target.platform]):
         raise UserError(
             f"compiling for {device} needs its compiler, which is not installed: pip install 'jaxllm[{target.extra}]'"
@@ -71,12 +70,12 @@ def _is_installed(module: str) -> bool:
 def inspect_program(program: Program, target: Target, count: int) -> Inspection:
     """Compiles a program for absent devices and inspects it; requirements on its inputs are those of `compile_for`."""
     if target.platform != "tpu":
-        return attached.inspect(functools.partial(compile_for, program, target, count))
+        return inspection.inspect(functools.partial(compile_for, program, target, count))
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_module_re": ".*"}
-        return attached.inspect(
+        return inspection.inspect(
             functools.partial(compile_for, program, target, count, options),
-            lambda executable: attached.figures(executable) | tpu_report.figures(pathlib.Path(folder)),
+            lambda executable: inspection.figures(executable) | inspection.tpu_figures(pathlib.Path(folder)),
         )
 
 
@@ -96,8 +95,8 @@ def compile_for(
       options: XLA compiler options.
     """
     # Without a sharding, JAX would place the inputs on the CPU of this process.
-    alone = NamedSharding(AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,)), PartitionSpec())
-    inputs = jax.tree.map(lambda x: x if x.sharding is not None else x.update(sharding=alone), program.inputs)
+    one_device = NamedSharding(AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    inputs = jax.tree.map(lambda x: x if x.sharding is not None else x.update(sharding=one_device), program.inputs)
     devices: Any = topologies.get_topology_desc(**target.topology(count)).devices
     lowered = program.jitted.trace(*inputs).lower(  # type: ignore[attr-defined]
         lowering_platforms=(target.platform,)
@@ -110,8 +109,8 @@ def compile_for(
 def abstract_mesh(config: Config) -> AbstractMesh:
     """Returns the mesh of `mesh.make_mesh` as an AbstractMesh, without devices."""
     # Auto is the default of `Mesh`, but JAX 0.12 gives an AbstractMesh explicit axes by default.
-    kinds = (AxisType.Auto,) * len(mesh.AXES)
-    return AbstractMesh(tuple(mesh.axis_sizes(config.mesh).values()), mesh.AXES, axis_types=kinds)
+    types = (AxisType.Auto,) * len(mesh.AXES)
+    return AbstractMesh(tuple(mesh.axis_sizes(config.mesh).values()), mesh.AXES, axis_types=types)
 
 
 def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None = None) -> dict[str, Inspection]:
@@ -131,8 +130,8 @@ def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None
     if sampling is None:
         mesh.require_count(config.mesh, count)
     require_compiler(device.name, device.compile_target).topology(count)
-    asked = sampling and dataclasses.asdict(sampling)
-    request = {"config": overrides.to_dict(config), "device": name, "count": count, "sampling": asked}
+    request = {"config": overrides.to_dict(config), "device": name, "count": count}
+    request["sampling"] = sampling and dataclasses.asdict(sampling)
     child = subprocess.run(
         [sys.executable, "-m", "jaxllm.ledger.compiled.absent"],
         input=json.dumps(request),
@@ -142,17 +141,17 @@ def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None
         check=False,
     )
     try:
-        answer = json.loads(child.stdout)
+        response = json.loads(child.stdout)
     except ValueError:
-        last = [line for line in child.stderr.splitlines() if line.strip()][-1:] or ["it said nothing"]
+        last = [line for line in child.stderr.splitlines() if line.strip()][-1:] or ["no output"]
         raise RunError(f"compiling for {count} × {device.name} failed (exit {child.returncode}): {last[0]}") from None
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return {name: Inspection.from_json(told) for name, told in answer["programs"].items()}
+    if "error" in response:
+        raise UserError(response["error"])
+    return {name: Inspection.from_json(value) for name, value in response["programs"].items()}
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs a request in the child process.
+def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiles the programs of a request, in the child process.
 
     Returns:
       {"programs": {name: JSON of its Inspection}}, or {"error": one line} if the request is invalid.
@@ -165,23 +164,23 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         sampling = SamplingSpec(**request["sampling"]) if request["sampling"] else None
         if sampling is None and config.attention.implementation == "cudnn":
             raise UserError(
-                "config.attention.implementation is 'cudnn', which JAX compiles for devices that are there alone; "
+                "config.attention.implementation is 'cudnn', which JAX compiles for attached devices only; "
                 "leave out --compile, or set it to auto"
             )
-        made = programs_of(config, model, device.platform, abstract_mesh(config), sampling)
-        told = {name: inspect_program(program, target, request["count"]).to_json() for name, program in made.items()}
+        programs = inspection.task_programs(config, model, device.platform, abstract_mesh(config), sampling)
+        count = request["count"]
+        return {"programs": {name: inspect_program(p, target, count).to_json() for name, p in programs.items()}}
     except UserError as error:
         return {"error": str(error)}
-    return {"programs": told}
 
 
 def main() -> None:
-    # Compilers may write to standard output. Send that to standard error, so that only the answer is on it.
+    # Compilers may write to standard output. Send that to standard error, so that it has the response only.
     out = os.dup(1)
     os.dup2(2, 1)
-    told = json.dumps(answer(json.load(sys.stdin)))
+    response = json.dumps(handle_request(json.load(sys.stdin)))
     with os.fdopen(out, "w") as stream:
-        stream.write(told + "\n")
+        stream.write(response + "\n")
 
 
 if __name__ == "__main__":

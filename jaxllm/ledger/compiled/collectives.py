@@ -1,4 +1,4 @@
-"""Collectives of a compiled program, parsed from its HLO text: bytes moved, devices per group and number of runs."""
+"""Collectives of a compiled program, parsed from its HLO text: bytes moved, group sizes and execution counts."""
 
 import collections
 import dataclasses
@@ -7,8 +7,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from jaxllm.ledger.compiled.hlo import Computation, Instruction, Module, Shape
-from jaxllm.ledger.compiled.hlo_runs import Runs, executed
+from jaxllm.ledger.compiled.hlo import (
+    Computation,
+    ExecutionCount,
+    Instruction,
+    Module,
+    Shape,
+    executed_instructions,
+)
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -21,27 +27,25 @@ class Collective:
       op: One of COLLECTIVES. An asynchronous one is named like its synchronous form and counted where it starts.
       operands, results: Input and output arrays on this device; several if XLA combined collectives.
       devices: Number of devices in the group, this one included.
-      runs: Number of runs, and what is unknown about it.
+      executions: Number of executions, and what is unknown about it.
       computation: Name of the computation that contains it.
-      note: `op_name` metadata, the model operation it comes from; "" if XLA dropped it.
     """
 
     op: str
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     devices: int
-    runs: Runs
+    executions: ExecutionCount
     computation: str
-    note: str
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of the operands of one run."""
+        """Bytes of the operands of one execution."""
         return sum(shape.bytes for shape in self.operands)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the results of one run."""
+        """Bytes of the results of one execution."""
         return sum(shape.bytes for shape in self.results)
 
     @property
@@ -50,7 +54,7 @@ class Collective:
 
     @property
     def volume(self) -> int:
-        """Elements that a device sends over all runs, as counted in the ZeRO paper (Rajbhandari et al. 2020, §7).
+        """Elements that a device sends over all executions, as counted in the ZeRO paper (Rajbhandari et al. 2020, §7).
 
         A ring all-gather or reduce-scatter of Ψ elements sends Ψ(n−1)/n of them, counted as Ψ. An all-reduce is one of
         each, 2Ψ. Other collectives count their operands.
@@ -59,25 +63,25 @@ class Collective:
             return 0
         gathered = self.results if self.op == "all-gather" else self.operands
         once = sum(shape.elements for shape in gathered) * (2 if self.op == "all-reduce" else 1)
-        return once * self.runs.times
+        return once * self.executions.count
 
     @property
     def ring_bytes(self) -> float:
-        """Bytes that a device sends over all runs with ring algorithms."""
+        """Bytes that a device sends over all executions with ring algorithms."""
         n = self.devices
         if n == 1:
             return 0.0
         size = max(self.operand_bytes, self.result_bytes) if self.op != "all-gather" else self.result_bytes
-        share = 1.0 if self.op == "collective-permute" else (n - 1) / n
-        return size * share * (2 if self.op == "all-reduce" else 1) * self.runs.times
+        fraction = 1.0 if self.op == "collective-permute" else (n - 1) / n
+        return size * fraction * (2 if self.op == "all-reduce" else 1) * self.executions.count
 
 
 def collectives(module: Module) -> list[Collective]:
     """Returns the executed collectives of a module, in text order within each computation."""
     found = []
-    for computation, instruction, runs in executed(module):
+    for computation, instruction, executions in executed_instructions(module):
         op = instruction.opcode.removesuffix("-start")
-        if op not in COLLECTIVES or _is_continued(computation, instruction):
+        if op not in COLLECTIVES or _is_async_continuation(computation, instruction):
             continue
         results: tuple[Shape, ...] | None = None
         if op == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
@@ -89,23 +93,17 @@ def collectives(module: Module) -> list[Collective]:
                 operands=operands,
                 results=_results(instruction, len(operands)) if results is None else results,
                 devices=_devices(instruction.attributes, module.devices),
-                runs=runs,
+                executions=executions,
                 computation=computation.name,
-                note=_note(instruction),
             )
         )
     return found
 
 
-def _is_continued(computation: Computation, instruction: Instruction) -> bool:
+def _is_async_continuation(computation: Computation, instruction: Instruction) -> bool:
     """Returns True for the copies of an asynchronous TPU collective in the fusions after the one that starts it."""
     chained = "chain_id=" in instruction.attributes
     return chained and not any("AsyncCollectiveStart" in i.attributes for i in computation.instructions.values())
-
-
-def _note(instruction: Instruction) -> str:
-    match = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return match[1] if match else ""
 
 
 def _results(instruction: Instruction, operands: int) -> tuple[Shape, ...]:
@@ -136,25 +134,25 @@ def summary(found: Iterable[Collective]) -> list[dict[str, Any]]:
 
     Returns:
       [{"op", "dtype", "devices", "count", "operand_bytes", "result_bytes", "ring_bytes", "volume", "unknown_loops",
-      "conditional"}], largest `ring_bytes` first. Bytes and elements are totals over all runs. `unknown_loops` names
-      loops with unknown trip count, counted as one trip.
+      "conditional"}], largest `ring_bytes` first. Bytes and elements are totals over all executions. `unknown_loops`
+      names loops with unknown trip count, counted as one trip.
     """
-    by: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
     for c in found:
-        by[c.op, c.dtypes, c.devices, c.runs.unknown, c.runs.conditional].append(c)
+        groups[c.op, c.dtypes, c.devices, c.executions.unknown_loops, c.executions.conditional].append(c)
     rows = [
         {
             "op": op,
             "dtype": "+".join(dtypes),
             "devices": devices,
-            "count": sum(c.runs.times for c in several),
-            "operand_bytes": sum(c.operand_bytes * c.runs.times for c in several),
-            "result_bytes": sum(c.result_bytes * c.runs.times for c in several),
-            "ring_bytes": round(sum(c.ring_bytes for c in several)),
-            "volume": sum(c.volume for c in several),
+            "count": sum(c.executions.count for c in group),
+            "operand_bytes": sum(c.operand_bytes * c.executions.count for c in group),
+            "result_bytes": sum(c.result_bytes * c.executions.count for c in group),
+            "ring_bytes": round(sum(c.ring_bytes for c in group)),
+            "volume": sum(c.volume for c in group),
             "unknown_loops": list(unknown),
             "conditional": conditional,
         }
-        for (op, dtypes, devices, unknown, conditional), several in by.items()
+        for (op, dtypes, devices, unknown, conditional), group in groups.items()
     ]
     return sorted(rows, key=lambda row: -row["ring_bytes"])

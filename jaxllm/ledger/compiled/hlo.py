@@ -1,17 +1,33 @@
-"""Parser of optimized HLO, the text of `compiled.as_text()`, into computations and instructions.
+"""Parses optimized HLO, the text of `compiled.as_text()`, and counts how often each computation is executed.
 
-`ledger.compiled.hlo_runs` counts how often each computation runs; `ledger.compiled.collectives` and
-`ledger.compiled.matmuls` count communication and FLOPs.
+A computation is executed as often as the product of the trip counts of its enclosing `while` loops. A trip count is
+XLA's `known_trip_count`, or is derived from the loop's induction variable if its start, step and limit are constants.
 """
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 # Bits per element of dtypes whose name does not give them (4-bit elements are packed two per byte).
 # token[] and opaque[] are empty.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+# Opcodes whose result has the value of their first operand.
+_FORWARDING = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "opt-barrier")
+# Opcode -> attributes that name the computations that it calls.
+_CALLED_BY = {
+    "while": ("body",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("to_apply",),
+    **dict.fromkeys(("fusion", "async-start", "custom-call"), ("calls", "called_computations")),
+}
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(
+    r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|[^\s(]\S*) (?P<opcode>[\w\-]+)\("
+)
+_PARENTHESIS = re.compile(r'"(?:\\.|[^"\\])*"|[()]')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +70,11 @@ class Instruction:
     def shapes(self) -> list[Shape]:
         """Shapes of the result: one for an array, those of the leaves for a tuple."""
         return shapes(self.type)
+
+    @property
+    def tuple_index(self) -> int:
+        """Index of the element that a `get-tuple-element` returns."""
+        return int(re.findall(r"index=(\d+)", self.attributes)[0])
 
     def called(self, *attributes: str) -> list[str]:
         """Returns the names of the computations that the given attributes refer to."""
@@ -118,9 +139,8 @@ def parse(text: str) -> Module:
     computations, entry, current = {}, "", None
     header = next((line for line in text.splitlines() if line.startswith("HloModule")), "")
     for line in text.splitlines():
-        if match := _HEADER.match(line):
-            current = Computation(match["name"], {})
-            computations[current.name] = current
+        if match := _COMPUTATION.match(line):
+            current = computations[match["name"]] = Computation(match["name"], {})
             entry = current.name if match["entry"] else entry
         elif line.startswith("}"):
             current = None
@@ -132,42 +152,149 @@ def parse(text: str) -> Module:
     return Module(header, computations, entry)
 
 
-_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-_START = re.compile(r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
-
-
 def _instruction(line: str) -> Instruction:
     line = re.sub(r"/\*.*?\*/", "", line)
-    start = _START.match(line)
-    if not start:
+    match = _INSTRUCTION.match(line)
+    if not match:
         raise ValueError(f"not an HLO instruction: {line.strip()[:80]!r}")
-    rest = line[start.end() :]
-    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
-    result, rest = rest[:end], rest[end:].lstrip()
-    opcode, bracket, _ = rest.partition("(")
-    if end < 0 or not bracket or not re.fullmatch(r"[\w\-]+", opcode):
-        raise ValueError(f"not an HLO instruction: {line.strip()[:80]!r}")
-    end = _closing(rest, len(opcode))
-    inside = rest[len(opcode) + 1 : end - 1]
-    names = tuple(re.findall(r"%([\w.\-]+)", inside))
-    if not names and inside.strip():
+    name, opcode, root = match["name"], match["opcode"], bool(match["root"])
+    end = _closing(line, match.end() - 1)
+    inside = line[match.end() : end - 1]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    if not operands and inside.strip():
         # Constants, parameters, and texts printed without percent signs.
-        names = (inside.strip(),) if opcode in ("constant", "parameter") else tuple(re.split(r",\s*", inside))
-    return Instruction(start["name"], opcode, result, names, rest[end:].lstrip(", "), bool(start["root"]))
+        operands = (inside.strip(),) if opcode in ("constant", "parameter") else tuple(re.split(r",\s*", inside))
+    return Instruction(name, opcode, match["type"], operands, line[end:].lstrip(", "), root)
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the index after the bracket that closes the first one from `start` on; quoted brackets do not count."""
-    depth, quoted, i = 0, False, start
-    while i < len(text):
-        letter = text[i]
-        if letter == "\\" and quoted:
-            i += 1
-        elif letter == '"':
-            quoted = not quoted
-        elif not quoted:
-            depth += (letter == "(") - (letter == ")")
-            if not depth:
-                return i + 1
-        i += 1
+    """Returns the index after the parenthesis that closes the one at `start`; those in quotes do not count."""
+    depth = 0
+    for match in _PARENTHESIS.finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if not depth:
+            return match.end()
     raise ValueError(f"an open bracket in {text[:80]!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionCount:
+    """How often a computation is executed in one run of the program.
+
+    Attributes:
+      count: Product of the trip counts of the enclosing loops.
+      unknown_loops: Enclosing loops with unknown trip count; `count` includes one trip of each.
+      conditional: True inside a branch of a conditional; `count` is then an upper bound.
+    """
+
+    count: int
+    unknown_loops: tuple[str, ...]
+    conditional: bool
+
+
+def execution_counts(module: Module) -> dict[str, list[ExecutionCount]]:
+    """Returns the counts per computation: one entry per combination of `unknown_loops` and `conditional`.
+
+    Scalar computations (of reductions, sorts, scatters) are not included.
+    """
+    totals: dict[str, dict[tuple[tuple[str, ...], bool], int]] = collections.defaultdict(collections.Counter)
+
+    def visit(name: str, count: int, unknown_loops: tuple[str, ...], conditional: bool) -> None:
+        totals[name][unknown_loops, conditional] += count
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            trips = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
+            unknown = unknown_loops if trips is not None else (*unknown_loops, instruction.name)
+            in_branch = conditional or instruction.opcode == "conditional"
+            for callee in instruction.called(*_CALLED_BY.get(instruction.opcode, ())):
+                visit(callee, count * (1 if trips is None else trips), unknown, in_branch)
+
+    visit(module.entry, 1, (), False)
+    return {name: [ExecutionCount(count, *key) for key, count in by_key.items()] for name, by_key in totals.items()}
+
+
+def executed_instructions(module: Module) -> Iterator[tuple[Computation, Instruction, ExecutionCount]]:
+    """Yields every executed instruction with its computation and execution count."""
+    for name, counts in execution_counts(module).items():
+        for instruction in module.computations[name].instructions.values():
+            for executions in counts:
+                yield module.computations[name], instruction, executions
+
+
+class _Affine(NamedTuple):
+    """Affine function of a loop's induction variable: slope · variable + offset."""
+
+    slope: int
+    offset: int
+
+
+class _Frame(NamedTuple):
+    """A computation with the operands that its caller binds to its parameters."""
+
+    computation: Computation
+    caller: "_Frame | None" = None
+    operands: tuple[str, ...] = ()
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Returns the trip count of a `while` in a computation; None if the loop depends on data or is not understood."""
+    if known := re.search(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)', loop.attributes):
+        return int(known[1])
+    (condition,), (body,) = ([module.computations[n] for n in loop.called(part)] for part in ("condition", "body"))
+    # The elements of the loop state that the condition reads may be the induction variable.
+    for index in [i.tuple_index for i in condition.instructions.values() if i.opcode == "get-tuple-element"]:
+        start = _value(module, _Frame(computation), loop.operands[0], None, index)
+        step = _value(module, _Frame(body), body.root.name, index, index)
+        limit = _limit(module, _Frame(condition), index)
+        if start and step and limit and not start.slope and step.slope == 1 and step.offset > 0:
+            return max(-(-(limit.offset - start.offset) // step.offset), 0)
+    return None
+
+
+def _limit(module: Module, frame: _Frame, variable: int) -> _Affine | None:
+    """Returns n if the condition is `variable < n` (or `n > variable`) with constant n, else None."""
+    root = frame.computation.root
+    while root.opcode in ("fusion", "call"):
+        frame = _Frame(module.computations[root.called("calls", "to_apply")[0]], frame, root.operands)
+        root = frame.computation.root
+    if root.opcode != "compare":
+        return None
+    left, right = (_value(module, frame, name, variable) for name in root.operands)
+    direction = re.findall(r"direction=(\w+)", root.attributes)[0]
+    if direction == "GT":
+        left, right = right, left
+    if direction not in ("LT", "GT") or left != _Affine(1, 0) or right is None or right.slope:
+        return None
+    return right
+
+
+def _value(module: Module, frame: _Frame, name: str, variable: int | None, index: int | None = None) -> _Affine | None:
+    """Returns a scalar, or element `index` of a tuple, as a function of the induction variable; None if unknown.
+
+    The induction variable is element `variable` of the loop state.
+    """
+    instruction = frame.computation.instructions[name]
+    operands = instruction.operands
+    if instruction.opcode in _FORWARDING:
+        return _value(module, frame, operands[0], variable, index)
+    if index is not None:
+        return _value(module, frame, operands[index], variable) if instruction.opcode == "tuple" else None
+    if instruction.opcode == "constant":
+        return _Affine(0, int(operands[0])) if re.fullmatch(r"-?\d+", operands[0]) else None
+    if instruction.opcode == "parameter" and frame.caller:
+        return _value(module, frame.caller, frame.operands[int(operands[0])], variable)
+    if instruction.opcode == "get-tuple-element":
+        source = frame.computation.instructions[operands[0]]
+        if source.opcode == "parameter" and not frame.caller:
+            return _Affine(1, 0) if instruction.tuple_index == variable else None
+        return _value(module, frame, source.name, variable, instruction.tuple_index)
+    if instruction.opcode in ("add", "subtract"):
+        left, right = (_value(module, frame, operand, variable) for operand in operands)
+        if left is None or right is None:
+            return None
+        sign = 1 if instruction.opcode == "add" else -1
+        return _Affine(left.slope + sign * right.slope, left.offset + sign * right.offset)
+    if instruction.opcode in ("fusion", "call"):
+        callee = module.computations[instruction.called("calls", "to_apply")[0]]
+        return _value(module, _Frame(callee, frame, operands), callee.root.name, variable)
+    return None

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.ledger.compiled.hlo import Computation, Instruction, Module
-from jaxllm.ledger.compiled.hlo_runs import executed
+from jaxllm.ledger.compiled.hlo import Computation, Instruction, Module, executed_instructions
 
 # Custom calls without arithmetic.
-_NO_PRODUCTS = (
+_NO_MATMUL = (
     "AllocateBuffer",
     "AssumeGatherIndicesInBound",
     "AsyncCollectiveDone",
@@ -32,12 +31,12 @@ _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """FLOPs and run counts of a program's matmuls.
+    """FLOPs and execution counts of a program's matmuls.
 
     Attributes:
-      flops: Sum of 2 · M · N · K, batch dimensions included, times the number of runs.
-      count: Total number of matmul runs.
-      uncounted: Number of runs, by name, of operations that may contain a matmul and are not in `flops`.
+      flops: Sum of 2 · M · N · K, batch dimensions included, times the number of executions.
+      count: Total number of matmul executions.
+      uncounted: Number of executions, by name, of operations that may contain a matmul and are not in `flops`.
       unknown_loops: Loops with unknown trip count, counted as one trip.
     """
 
@@ -52,23 +51,23 @@ def count_matmuls(module: Module) -> Matmuls:
     flops = count = 0
     uncounted: collections.Counter[str] = collections.Counter()
     unknown: set[str] = set()
-    for computation, instruction, runs in executed(module):
+    for computation, instruction, executions in executed_instructions(module):
         if instruction.opcode not in ("dot", "convolution", "custom-call", "ragged-dot"):
             continue
         once = _flops(computation, instruction)
         if once is None:
             target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
             name = target[1] if target else instruction.opcode
-            if name not in _NO_PRODUCTS:
-                uncounted[name] += runs.times
+            if name not in _NO_MATMUL:
+                uncounted[name] += executions.count
             continue
-        flops, count = flops + once * runs.times, count + runs.times
-        unknown |= set(runs.unknown)
+        flops, count = flops + once * executions.count, count + executions.count
+        unknown |= set(executions.unknown_loops)
     return Matmuls(flops, count, dict(uncounted), tuple(sorted(unknown)))
 
 
 def _flops(computation: Computation, instruction: Instruction) -> int | None:
-    """Returns the FLOPs of one run, or None if the instruction is not a plain matmul."""
+    """Returns the FLOPs of one execution, or None if the instruction is not a plain matmul."""
     attributes = instruction.attributes
     if instruction.opcode == "dot":
         contracted = [int(d) for d in re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)[0].split(",") if d]
@@ -117,8 +116,8 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
 def _window(attributes: str, dims: int) -> dict[str, list[int]]:
     """Parses `window={size=3x1 pad=1_1x0_0 …}` into one value per spatial dimension; "pad" is the low side."""
     text = re.search(r"window=\{([^}]*)\}", attributes)
-    told = dict(re.findall(r"(\w+)=(\S+)", text[1])) if text else {}
-    found = {}
+    fields = dict(re.findall(r"(\w+)=(\S+)", text[1])) if text else {}
+    values = {}
     for key, name, default in (
         ("size", "size", "1"),
         ("stride", "stride", "1"),
@@ -126,9 +125,9 @@ def _window(attributes: str, dims: int) -> dict[str, list[int]]:
         ("lhs", "lhs_dilate", "1"),
         ("rhs", "rhs_dilate", "1"),
     ):
-        parts = told[name].split("x") if name in told else [default] * dims
-        found[key] = [int(part.split("_")[0]) for part in parts]
-    return found
+        parts = fields[name].split("x") if name in fields else [default] * dims
+        values[key] = [int(part.split("_")[0]) for part in parts]
+    return values
 
 
 def _backend_config(attributes: str) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxllm.hardware.detect import Device
-from jaxllm.ledger.compiled.attached import Inspection
+from jaxllm.ledger.compiled.inspection import Inspection
 from jaxllm.ledger.reconcile import COLUMNS, Reconciliation
 from jaxllm.ledger.report import comparison
 from jaxllm.ledger.report.sentences import Footnotes, largest_first, told_parameters, verdict, work
@@ -79,13 +79,13 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
     table.add_column("", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right")
-    for line in result.lines:
+    for figure in result.figures:
         cells = []
         for column in COLUMNS:
-            figure = line.columns[column]
-            gap = "" if column == "formula" or isinstance(line.gap(column), Unknown) else f" {line.gap(column):+.1%}"
-            cells.append(notes.mark(figure, f"{format_bytes(figure)}{gap}"))
-        table.add_row(line.name, *cells)
+            value, gap = figure.columns[column], figure.gap(column)
+            shown_gap = "" if column == "formula" or isinstance(gap, Unknown) else f" {gap:+.1%}"
+            cells.append(notes.mark(value, f"{format_bytes(value)}{shown_gap}"))
+        table.add_row(figure.name, *cells)
     console.print(table, width=min(WIDTH, console.width))
     _footnotes(console, notes)
 

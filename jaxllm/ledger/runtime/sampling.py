@@ -1,7 +1,7 @@
 """Sampling bill: printed and checked before allocation, compared with measurements, used to explain OOM errors."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jaxllm.config import Architecture
 from jaxllm.errors import UserError
@@ -14,8 +14,7 @@ from jaxllm.ledger.advice.admission import Admission, check_admission
 from jaxllm.ledger.bill import AUTO
 from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Figure, Ledger, Unknown, format_bytes
-
-Say = Callable[[str], None]
+from jaxllm.ledger.runtime import OOM_TARGET
 
 
 class SamplingBill:
@@ -27,7 +26,7 @@ class SamplingBill:
       context: Maximum tokens per sequence, prompt included.
       chunk: Prompt tokens processed per prefill call.
       device: Device specification; this machine's by default.
-      held: Bytes on the device in use by others; measured by default.
+      used_by_others: Bytes in use on the device by others; measured by default.
       cache: Format of keys and values; None for no cache, where every token runs a whole forward pass.
     """
 
@@ -39,43 +38,45 @@ class SamplingBill:
         context: int,
         chunk: int,
         device: Device | None = None,
-        held: Figure | None = None,
+        used_by_others: Figure | None = None,
         cache: str | None = AUTO,
     ):
         self._device = device or detect.this_machine()
-        self._held = device_lib.used_by_others() if held is None else held
-        available = device_lib.available_to_task(self._device, self._held)
+        self._used_by_others = device_lib.used_by_others() if used_by_others is None else used_by_others
+        available = device_lib.available_to_task(self._device, self._used_by_others)
 
-        def billed(batch: int, context: int) -> Ledger:
-            what = (name, model, self._device, batch, context, min(chunk, context))
-            ledger = bill.sampling(*what, cache=cache or AUTO, use_cache=cache is not None)
+        def ledger_for(batch: int, context: int) -> Ledger:
+            sizes = (batch, context, min(chunk, context))
+            use_cache = cache is not None
+            ledger = bill.sampling(name, model, self._device, *sizes, cache=cache or AUTO, use_cache=use_cache)
             return dataclasses.replace(ledger, capacity_bytes=available)
 
-        self._billed, self._batch, self._context = billed, batch, context
-        self.ledger = billed(batch, context)
+        self._ledger_for, self._batch, self._context = ledger_for, batch, context
+        self.ledger = ledger_for(batch, context)
 
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Returns the summary of the bill: rows, total, capacity and verdict."""
         ledger = self.ledger
-        told = [f"ledger: {ledger.model}, {ledger.parameters:,} parameters, {self._batch} × {self._context:,} tokens"]
+        lines = [f"ledger: {ledger.model}, {ledger.parameters:,} parameters, {self._batch} × {self._context:,} tokens"]
         for phase in (PERSISTENT, ledger.peak_phase):
-            alive = (row for row in ledger.rows if row.phase == phase and row.bytes_per_device)
-            listed = ", ".join(f"{row.name} {format_bytes(row.bytes_per_device)}" for row in alive)
-            told.append(f"  {phase}: {format_bytes(ledger.phase_bytes(phase))} = {listed}")
-        told.append(f"  {ledger.attention}")
-        told.append(f"  {terminal.verdict(ledger)}; on {self._device.name}")
-        if isinstance(self._held, int) and self._held and self._device.platform != "cpu":
-            told[-1] += f", of which others hold {format_bytes(self._held)} more"
-        return told
+            live = (row for row in ledger.rows if row.phase == phase and row.bytes_per_device)
+            listed = ", ".join(f"{row.name} {format_bytes(row.bytes_per_device)}" for row in live)
+            lines.append(f"  {phase}: {format_bytes(ledger.phase_bytes(phase))} = {listed}")
+        lines.append(f"  {ledger.attention}")
+        lines.append(f"  {terminal.verdict(ledger)}; on {self._device.name}")
+        others = self._used_by_others
+        if isinstance(others, int) and others and self._device.platform != "cpu":
+            lines[-1] += f", of which others hold {format_bytes(others)} more"
+        return lines
 
     def admission(self) -> Admission | Unknown:
         """Returns the admission result, or Unknown if the capacity is unknown."""
         available = self.ledger.capacity_bytes
         if isinstance(available, Unknown):
             return available
-        return check_admission(self._billed, self._batch, self._context, available)
+        return check_admission(self._ledger_for, self._batch, self._context, available)
 
-    def admit(self) -> None:
+    def require_fit(self) -> None:
         """Checks that the predicted peak fits the device.
 
         Raises:
@@ -94,16 +95,16 @@ class SamplingBill:
           compiled_peaks: XLA's peak per program; the program's name is "prefill" or starts with "decode".
         """
         parts = []
-        for kind, found in live.items():
+        for kind, measured in live.items():
             formula = self.ledger.kind_bytes(kind)
-            off = "as billed" if formula == found else f"{formula - found:+,} B: the bill says {formula:,} B"
-            parts.append(f"{kind} {found:,} B ({off})")
+            gap = "as billed" if formula == measured else f"{formula - measured:+,} B: the bill says {formula:,} B"
+            parts.append(f"{kind} {measured:,} B ({gap})")
         for phase, peak in compiled_peaks.items():
             phase = DECODE if phase.startswith(DECODE) else phase
             assert phase in (PREFILL, DECODE), phase
             formula = self.ledger.persistent_bytes + self.ledger.phase_bytes(phase)
-            off = "" if isinstance(peak, Unknown) or not peak else f" ({(formula - peak) / peak:+.1%})"
-            parts.append(f"{phase} peak {format_bytes(formula)}, compiled {format_bytes(peak)}{off}")
+            gap = "" if isinstance(peak, Unknown) or not peak else f" ({(formula - peak) / peak:+.1%})"
+            parts.append(f"{phase} peak {format_bytes(formula)}, compiled {format_bytes(peak)}{gap}")
         return [f"ledger: measured: {'; '.join(parts)}"]
 
     def oom_message(self, doing: str, error: BaseException) -> str:
@@ -115,8 +116,7 @@ class SamplingBill:
         """
         available = device_lib.available_bytes()
         ledger = dataclasses.replace(self.ledger, capacity_bytes=available)
-        peak = ledger.peak_bytes
-        # The formulas may have predicted a fit and been wrong, so a suggestion must need clearly less.
-        limit = int(0.8 * peak) if isinstance(available, Unknown) else min(int(0.8 * peak), available)
-        largest = check_admission(self._billed, self._batch, self._context, limit).largest
+        limit = int(OOM_TARGET * ledger.peak_bytes)
+        limit = limit if isinstance(available, Unknown) else min(limit, available)
+        largest = check_admission(self._ledger_for, self._batch, self._context, limit).largest
         return out_of_memory.message(doing, error, ledger, device_lib.used_by_others(), largest)

@@ -14,16 +14,14 @@ from jaxllm.hardware import detect
 from jaxllm.ledger import bill, trace
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.advice import out_of_memory, remedies
-from jaxllm.ledger.compiled import attached
+from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.formula import flops
 from jaxllm.ledger.formula.exact.run import lora_of
 from jaxllm.ledger.reconcile import reconcile
 from jaxllm.ledger.report import terminal
 from jaxllm.ledger.rows import Unknown, format_bytes
+from jaxllm.ledger.runtime import OOM_TARGET
 from jaxllm.step.precision import policy_for
-
-# After an OOM, a suggested change must reduce the predicted peak to this fraction.
-_ENOUGH_LESS = 0.8
 
 
 class TrainingBill:
@@ -38,9 +36,9 @@ class TrainingBill:
         self._config, self._model = config, model
         self._check, self._console = config.ledger.check, console
         self._device = detect.this_machine()
-        self._held = device_lib.used_by_others()
+        self._used_by_others = device_lib.used_by_others()
         ledger = bill.training(config, model, self._device)
-        available = device_lib.available_to_task(self._device, self._held, ledger.count)
+        available = device_lib.available_to_task(self._device, self._used_by_others, ledger.count)
         self._ledger = dataclasses.replace(ledger, capacity_bytes=available)
         self.model_flops_per_token = flops.model_flops_per_token(model, config.data.sequence_length, lora_of(config))
         dtype = policy_for(config.precision.policy, jax.default_backend()).compute_dtype.name
@@ -54,15 +52,16 @@ class TrainingBill:
           RunError: The predicted peak does not fit and config.ledger.check is strict.
         """
         terminal.show_bill(self._ledger, self._device, self._console)
-        if isinstance(self._held, int) and self._held and self._device.platform != "cpu":
-            self._say(f"Of the device, others hold {format_bytes(self._held)}, which is not counted as its memory.")
+        others = self._used_by_others
+        if isinstance(others, int) and others and self._device.platform != "cpu":
+            self._say(f"Others use {format_bytes(others)} of the device, which is not counted as its memory.")
         if self._ledger.fits is not False or self._check == "off":
             return
         assert isinstance(self._ledger.capacity_bytes, int)
-        verdict, change = terminal.verdict(self._ledger), self._change(self._ledger.capacity_bytes)
+        verdict, change = terminal.verdict(self._ledger), self._suggestion(self._ledger.capacity_bytes)
         if self._check == "strict":
             raise RunError(f"config.ledger.check is strict and the run {verdict}; {change}")
-        self._say(f"WARNING: this run {verdict}. It is tried all the same; {change}", style="bold red")
+        self._say(f"WARNING: this run {verdict}. It is started anyway; {change}", style="bold red")
 
     def reconcile(self, workdir: pathlib.Path, train_step: jax.stages.Compiled, state: Any) -> str:
         """Compares the ledger with the program and live arrays; prints it and writes `workdir/ledger.json`.
@@ -79,7 +78,9 @@ class TrainingBill:
             return ""
         trees = {"weights": (state.params, state.frozen), "optimizer": state.opt_state, "state": state}
         traced = trace.figures(self._config, self._model, self._device.platform)
-        result = reconcile(self._ledger, attached.figures(train_step), {"peak": device_lib.peak_bytes()}, trees, traced)
+        result = reconcile(
+            self._ledger, inspection.figures(train_step), {"peak": device_lib.peak_bytes()}, trees, traced
+        )
         (workdir / "ledger.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
         terminal.show_reconciliation(result, self._console)
         tolerance = self._config.ledger.tolerance
@@ -99,20 +100,19 @@ class TrainingBill:
           error: The out-of-memory exception.
           more: Last lines of the message.
         """
-        capacity, peak = device_lib.available_bytes(), self._ledger.peak_bytes
+        capacity = device_lib.available_bytes()
         if isinstance(capacity, int) and self._device.platform == "cpu":
             capacity //= self._ledger.count
-        # The formulas may have predicted a fit and been wrong, so a change must need clearly less.
-        room = int(_ENOUGH_LESS * peak)
-        change = self._change(room if isinstance(capacity, Unknown) else min(room, capacity))
+        target = int(OOM_TARGET * self._ledger.peak_bytes)
+        change = self._suggestion(target if isinstance(capacity, Unknown) else min(target, capacity))
         ledger = dataclasses.replace(self._ledger, capacity_bytes=capacity)
         return out_of_memory.message(doing, error, ledger, device_lib.used_by_others(), change, *more)
 
-    def _change(self, available: int) -> str:
-        found = remedies.training_remedy(self._config, self._model, self._device, available)
-        if found is None:
-            return "no change that the ledger knows of would fit: it takes larger devices, more, or a smaller model"
-        return f"one change that would fit: {found}"
+    def _suggestion(self, available: int) -> str:
+        change = remedies.training_remedy(self._config, self._model, self._device, available)
+        if change is None:
+            return "no change of the configuration would fit: use larger devices, more of them, or a smaller model"
+        return f"one change that would fit: {change}"
 
     def _say(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

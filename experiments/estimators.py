@@ -1,7 +1,7 @@
 """Peak memory of a training run by four widely used estimators, in bytes on one device.
 
 The rules are transcribed from each tool's source at the commits below, with the options that its documentation
-recommends for such a run. Where a tool has no answer, the result is Unknown with the reason; nothing is filled in.
+recommends for such a run. Where a tool does not support the run, the result is Unknown with the reason.
 
     accelerate   `accelerate estimate-memory`, column "Training using Adam": huggingface/accelerate
                  src/accelerate/commands/estimate.py at 00e4d26, docs/source/usage_guides/model_size_estimator.md
@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 
 from jaxllm.config import Architecture, Config
-from jaxllm.hardware.detect import by_name
+from jaxllm.hardware import detect
 from jaxllm.ledger.rows import Figure, Unknown
 from jaxllm.model.specs import parameter_count
 from jaxllm.parallel import mesh as mesh_lib
@@ -26,7 +26,7 @@ _MASTERS = ("bf16", "fp16")  # policies with 16-bit compute weights and float32 
 
 
 def estimates(model: Architecture, config: Config, policy: str, device: str) -> dict[str, Figure]:
-    """Returns each peer's peak bytes for one device of a run, or Unknown with the reason.
+    """Returns each estimator's peak bytes for one device of a run, or Unknown with the reason.
 
     Args:
       model: the run's model.
@@ -34,13 +34,13 @@ def estimates(model: Architecture, config: Config, policy: str, device: str) -> 
       policy: resolved precision policy: fp32 | bf16 | fp16 | bf16_pure.
       device: device name, as for `--device`.
     """
-    found: dict[str, Figure] = {name: estimate(model, config, policy) for name, estimate in PEERS.items()}
-    if by_name(device).platform == "tpu":
+    found: dict[str, Figure] = {name: estimate(model, config, policy) for name, estimate in ESTIMATORS.items()}
+    if detect.by_name(device).platform == "tpu":
         found |= {name: Unknown(f"{name} does not run on TPUs") for name in ("deepspeed", "megatron")}
     return found
 
 
-def _split(config: Config, *allowed: str) -> str:
+def _unsupported_axes(config: Config, *allowed: str) -> str:
     """Lists the mesh axes larger than 1, except the allowed ones; "" if there are none."""
     return ", ".join(
         f"{axis} {size}" for axis, size in mesh_lib.axis_sizes(config.mesh).items() if size > 1 and axis not in allowed
@@ -59,9 +59,9 @@ def accelerate(model: Architecture, config: Config, policy: str) -> Figure:
         return Unknown(f"accelerate counts Adam only, not {config.optimizer.name}")
     if policy == "bf16_pure":
         return Unknown("accelerate counts 16-bit training with float32 weights only")
-    split = _split(config, "replica", *([] if config.mesh.zero else ["data"]))
-    if split or config.optimizer.offload != "none":
-        return Unknown(f"accelerate knows no sharding and no offload: {split or config.optimizer.offload}")
+    axes = _unsupported_axes(config, "replica", *([] if config.mesh.zero else ["data"]))
+    if axes or config.optimizer.offload != "none":
+        return Unknown(f"accelerate supports no sharding and no offload: {axes or config.optimizer.offload}")
     head = 0 if model.tied_embeddings else model.vocab_size * model.width
     return accelerate_bytes(4 * (parameter_count(model) - head), mixed=policy != "fp32")
 
@@ -88,9 +88,9 @@ def deepspeed(model: Architecture, config: Config, policy: str) -> Figure:
         )
     if offload == "moments":
         return Unknown("DeepSpeed offloads masters and moments together")
-    split = _split(config, "data")
-    if split:
-        return Unknown(f"DeepSpeed shards over all devices of a run and knows no {split}")
+    axes = _unsupported_axes(config, "data")
+    if axes:
+        return Unknown(f"DeepSpeed shards over all devices of a run and does not support {axes}")
     # DeepSpeed's layer is the direct parameters of one torch module: an embedding or one matrix.
     largest = model.width * max(model.vocab_size, model.mlp_width, model.heads * model.head_dim)
     return deepspeed_bytes(parameter_count(model), largest, config.mesh.data, stage, offload == "all")
@@ -124,11 +124,11 @@ def megatron(model: Architecture, config: Config, policy: str) -> Figure:
         )
     if config.mesh.zero > 1 or (config.mesh.zero and config.mesh.replica > 1):
         return Unknown(
-            "Megatron-LM's report knows a distributed optimizer over all data ranks, and no further sharding"
+            "Megatron-LM's report supports a distributed optimizer over all data ranks, and no further sharding"
         )
-    split = _split(config, "data", "replica", "tensor")
-    if split or config.optimizer.offload != "none":
-        return Unknown(f"Megatron-LM's report knows no offload and no {split or config.optimizer.offload}")
+    axes = _unsupported_axes(config, "data", "replica", "tensor")
+    if axes or config.optimizer.offload != "none":
+        return Unknown(f"Megatron-LM's report supports no offload and no {axes or config.optimizer.offload}")
     state = 6 + 12 / data if config.mesh.zero else 18
     no_scores = config.train.attention_chunk > 0 or config.attention.implementation in ("pallas", "cudnn")
     selective = tensor > 1 and config.remat.policy == "none" and no_scores
@@ -182,10 +182,10 @@ def cookbook(model: Architecture, config: Config, policy: str) -> Figure:
     if remat not in ("none", "full"):
         return Unknown(f"the cookbook's calculator recomputes all or nothing, not {remat}")
     if config.optimizer.offload != "none":
-        return Unknown("the cookbook's calculator knows no offload")
-    split = _split(config, "data", "replica", "tensor")
-    if split:
-        return Unknown(f"the cookbook's calculator is not told of {split}")
+        return Unknown("the cookbook's calculator supports no offload")
+    axes = _unsupported_axes(config, "data", "replica", "tensor")
+    if axes:
+        return Unknown(f"the cookbook's calculator does not support {axes}")
     state = cookbook_state(
         cookbook_parameters(model, config.data.sequence_length),
         2 if policy in _MASTERS else 4,
@@ -237,7 +237,7 @@ def cookbook_activations(model: Architecture, sequences: int, length: int, recom
     return sequences * length * model.layers * (34 * D + scores)
 
 
-PEERS: dict[str, Callable[[Architecture, Config, str], Figure]] = {
+ESTIMATORS: dict[str, Callable[[Architecture, Config, str], Figure]] = {
     "accelerate": accelerate,
     "deepspeed": deepspeed,
     "megatron": megatron,
