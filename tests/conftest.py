@@ -3,6 +3,7 @@
 import os
 
 import compiler
+import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -10,6 +11,11 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import jax  # must follow the environment settings
+
+# The same examples in every run; `--hypothesis-profile=explore` draws new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("explore", derandomize=False)
+hypothesis.settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True, scope="module")

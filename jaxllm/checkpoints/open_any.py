@@ -20,6 +20,7 @@ from jaxllm.errors import UserError
 from jaxllm.interop import opening
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.text import Text
+from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.model import specs
 from jaxllm.parallel.mesh import path_name
 
@@ -93,9 +94,11 @@ def resolved(config: Config, source: Pretrained | None = None) -> Config:
     if not config.init_from:
         return config
     source = source or open_any(config.init_from)
-    has_own = source.text.tokenizer is not None
-    if not has_own and config.data.tokenizer == "bytes" and config.data.source != "tokens":
+    tokenizer = source.text.tokenizer
+    if tokenizer is None and config.data.tokenizer == "bytes" and config.data.source != "tokens":
         raise UserError(f"{config.init_from} has no tokenizer; set config.data.tokenizer to its tokenizer.json")
+    # A byte tokenizer has no file of its own: "bytes" already means it.
+    has_own = tokenizer is not None and not isinstance(tokenizer, ByteTokenizer)
     return _with_model(config, source.model, config.init_from, config.init_from, has_own)
 
 

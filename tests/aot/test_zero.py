@@ -1,6 +1,7 @@
 """ZeRO as XLA compiles it for absent devices: collectives of each stage, donation, and the ledger's peaks and FLOPs."""
 
 import absent_programs
+import peaks
 import pytest
 
 from jaxllm import architectures
@@ -118,13 +119,17 @@ def test_everything_large_is_donated(shape, device, zero):
     assert found.figures["arguments"] + found.figures["host_arguments"] >= state
 
 
-@pytest.mark.parametrize(("zero", "tensor"), [(1, 1), (2, 1), (3, 1), (3, 4)])
+# With the bounds of the peak's error (see `peaks`). Stage 0 does not fit.
+PEAKS = {(1, 1): (-2, 3), (2, 1): (-2, 3), (3, 1): (-4, 2), (3, 4): (-2, 2)}
+
+
+@pytest.mark.parametrize(("zero", "tensor"), PEAKS)
 def test_peak_and_flops_are_the_ledgers(zero, tensor):
     config = eight_b(zero, mesh_data=8 // tensor, mesh_tensor=tensor)
     found = absent_programs.train_step(config, "h200")
     model = architectures.resolve_config(config)
     ledger = training_memory.training(model, config, "bf16", "gpu")
-    assert ledger.peak_bytes == pytest.approx(found.figures["peak"], rel=0.05)
+    peaks.assert_near(ledger, ledger.peak_phase, found.figures["peak"], PEAKS[zero, tensor])
     assert flops.train_step(model, config, "bf16", "gpu").flops == found.matmul_counts.flops
 
 

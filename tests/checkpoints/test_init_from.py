@@ -258,6 +258,19 @@ def test_a_workdir_is_a_source_too(plain, tmp_path):
     assert (tmp_path / "run" / "tokenizer" / "chat_template.jinja").is_file()
 
 
+def test_a_run_on_bytes_is_a_source(tmp_path):
+    """A run with the byte tokenizer, as the quickstart is, has no tokenizer file to copy."""
+    (tmp_path / "a.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
+    first = runs.tiny_config(str(tmp_path / "a.txt"), train_steps=2)
+    first.optimizer.warmup_steps = 0
+    run(first, tmp_path / "first")
+    more = runs.tiny_config(str(tmp_path / "a.txt"), train_steps=2)
+    more.optimizer.warmup_steps, more.model, more.init_from = 0, ModelConfig(), str(tmp_path / "first")
+    printed, losses = run(more, tmp_path / "second")
+    assert "starting from the weights of" in printed
+    assert losses[0] < np.log(257) - 0.1
+
+
 def test_the_field_itself():
     made = Config(init_from="somewhere")
     assert overrides.from_dict(overrides.to_dict(made)) == made

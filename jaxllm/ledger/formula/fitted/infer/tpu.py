@@ -71,9 +71,9 @@ def _live_in_all_layers(one: Prefill) -> Iterator[Array]:
     if one.c == FLOAT32:
         # Matmuls read bfloat16 under float32 too.
         specs = param_specs(one.model)
-        array_row = sum(spec.size for spec in leaves([specs["layers"], specs["tail"]]) if spec.role == "matrix")
-        formula = f"{array_row:,} × {_BFLOAT16} B"
-        yield Array("weights in bfloat16", array_row * _BFLOAT16, formula, "weights")
+        elements = sum(spec.size for spec in leaves([specs["layers"], specs["tail"]]) if spec.role == "matrix")
+        formula = f"{elements:,} × {_BFLOAT16} B"
+        yield Array("weights in bfloat16", elements * _BFLOAT16, formula, "weights")
     if one.scales:
         yield Array("scales, with heads in whole tiles", 2 * one.scales, f"2 × {one.scales:,} B")
 

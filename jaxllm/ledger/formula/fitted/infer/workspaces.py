@@ -17,7 +17,7 @@ from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.formula.fitted.infer import cpu as inference_cpu
 from jaxllm.ledger.formula.fitted.infer import tpu as inference_tpu
 from jaxllm.ledger.formula.fitted.infer.forward_pass import SLICED_WEIGHTS, Pass
-from jaxllm.ledger.rows import DECODE, PREFILL, Row
+from jaxllm.ledger.rows import DECODE, PREFILL, Row, array_row
 from jaxllm.model.specs import cache_specs, leaves, param_specs
 
 # Float32 elements per sequence and vocabulary entry while a token is sampled: sorted logits, order, noise, masks.
@@ -107,16 +107,16 @@ def _copies(one: Pass, phase: str) -> Iterator[Row]:
             yield from _constants(one, phase)
             # Attention weights are freed where the MLP, or attention's arrays, need the most memory.
             whole = whole if model.experts else one.weight_bytes("gate", "up", "down")
-        whole = whole // one.c * FLOAT32
+        # One iteration of the loop over layers has `unroll` repeats.
+        whole = whole // one.c * FLOAT32 * max(min(model.unroll, model.repeats), 1)
         yield Row(SLICED_WEIGHTS, "weights", phase, whole, f"{whole:,} B")
         if one.c < FLOAT32:
             # A CPU has no 16-bit matmuls: XLA converts the inputs of the loop over layers to float32 before the loop.
-            array_row = _read_by_products(model)
-            yield Row("weights in float32", "weights", phase, array_row * FLOAT32, f"{array_row:,} × {FLOAT32} B")
+            elements = _matmul_elements(model)
+            yield array_row("weights in float32", "weights", phase, elements, FLOAT32)
             if phase == DECODE:
-                array_row = sum(spec.size for spec in leaves(cache_specs(model, one.batch, one.capacity)))
-                size = array_row * FLOAT32
-                yield Row("cache in float32", f"{phase} workspace", phase, size, f"{array_row:,} × {FLOAT32} B")
+                elements = sum(spec.size for spec in leaves(cache_specs(model, one.batch, one.capacity)))
+                yield array_row("cache in float32", f"{phase} workspace", phase, elements, FLOAT32)
         if one.wraps:
             size = one.rings_bytes
             yield Row("rings, copied", f"{phase} workspace", phase, size, f"{size // one.c:,} × {one.c} B")
@@ -164,7 +164,7 @@ def _copies_of_one_token(one: Pass) -> Iterator[Row]:
         yield Row("projections, in another layout", "weights", DECODE, size, f"{size:,} B")
 
 
-def _read_by_products(model: Architecture) -> int:
+def _matmul_elements(model: Architecture) -> int:
     """Returns the elements of all weights that matmuls read: all but untied embeddings."""
     specs = param_specs(model)
     if not model.tied_embeddings:
