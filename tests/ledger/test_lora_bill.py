@@ -14,7 +14,7 @@ from jaxllm.ledger import trace
 from jaxllm.ledger.compiled import hlo, inspection, matmuls
 from jaxllm.ledger.formula import communication
 from jaxllm.ledger.formula import flops as compute
-from jaxllm.ledger.formula.exact import block_graph
+from jaxllm.ledger.formula.exact import block_graph, value_graph
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.training_memory import training
 from jaxllm.ledger.reconcile import reconcile
@@ -75,7 +75,7 @@ def test_a_bill_that_is_wrong_is_caught(monkeypatch):
     (fault,) = faults(models.ROTARY, config(("q",)))
     assert fault.startswith("activations: formula")
     monkeypatch.undo()
-    monkeypatch.setattr(block_graph, "TAGS", tuple(tag for tag in TAGS if tag != "lora"))
+    monkeypatch.setattr(value_graph, "TAGS", tuple(tag for tag in TAGS if tag != "lora"))
     block_graph._block.cache_clear()
     assert faults(models.ROTARY, config(("q",))) != []
     monkeypatch.undo()
