@@ -236,6 +236,7 @@ def install(absent: list[str], jax_version: tuple[int, ...], environment: dict[s
         "typing",
         TYPE_CHECKING=False,
         NamedTuple=NamedTuple,
+        Protocol=object,
         get_origin=lambda annotation: getattr(annotation, "__origin__", None),
         get_args=lambda annotation: getattr(annotation, "__args__", ()),
     )
