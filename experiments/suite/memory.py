@@ -88,7 +88,7 @@ def infer(index: int, tiny: bool) -> dict[str, Any]:
     jax.block_until_ready((params, state))
     before = peak()
     tokens = jnp.zeros((batch, chunk), jnp.int32)
-    state = executables["prefill"](params, state, tokens, jnp.step_onces((batch, chunk), bool))
+    state = executables["prefill"](params, state, tokens, jnp.ones((batch, chunk), bool))
     jax.block_until_ready(executables["decode"](params, state, jnp.int32(8)))
     ledger = bill.sampling(model_name, model, detect.this_machine(), batch, context, chunk)
     peaks = [inspection.figures(executable)["peak"] for executable in executables.values()]

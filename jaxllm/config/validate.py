@@ -152,7 +152,7 @@ def check_update(
     if optimizer.offload == "all" and not mixed:
         raise UserError(
             f"config.optimizer.offload is 'all' and config.precision.policy {policy!r} has no master weights: "
-            "what computes stays on the device; set it to 'moments', or the policy to bf16"
+            "compute weights stay on the device; set it to 'moments', or the policy to bf16"
         )
     if OPTIMIZERS[optimizer.name].elementwise:
         return

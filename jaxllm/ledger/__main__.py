@@ -33,23 +33,23 @@ from jaxllm.ledger.request import TASKS, BillRequest
 from jaxllm.ledger.rows import Ledger, Unknown, figure_to_json
 from jaxllm.parallel import mesh
 
-_TASK = flags.DEFINE_enum("task", "train", [*TASKS, "both"], "What to bill; both: one beside the other.")
-_DEVICE = flags.DEFINE_string("device", "auto", f"The device: auto is this machine's; or {', '.join(detect.DEVICES)}.")
-_COUNT = flags.DEFINE_integer("count", None, "Devices; by default as many as config.mesh takes.", lower_bound=1)
-_COMPILE = flags.DEFINE_bool("compile", False, "Compile the programs too, and tell XLA's figures.")
-_BATCH = flags.DEFINE_integer("batch", 1, "infer: sequences at a time.", lower_bound=1)
+_TASK = flags.DEFINE_enum("task", "train", [*TASKS, "both"], "Task to bill; both shows them side by side.")
+_DEVICE = flags.DEFINE_string("device", "auto", f"Device: auto (this machine's) | {' | '.join(detect.DEVICES)}.")
+_COUNT = flags.DEFINE_integer("count", None, "Number of devices (default: that of config.mesh).", lower_bound=1)
+_COMPILE = flags.DEFINE_bool("compile", False, "Also compile the programs and show XLA's figures.")
+_BATCH = flags.DEFINE_integer("batch", 1, "infer: number of concurrent sequences.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer(
-    "context", None, "infer: tokens of prompt and text; by default the model's context.", lower_bound=1
+    "context", None, "infer: tokens per sequence, prompt included (default: the model's context).", lower_bound=1
 )
 _WEIGHTS = flags.DEFINE_enum(
-    "weights", AUTO, [AUTO, *formats.FORMATS], "infer: the format of the weights; auto is what programs compute with."
+    "weights", AUTO, [AUTO, *formats.FORMATS], "infer: weight format; auto is the compute dtype."
 )
 _CACHE = flags.DEFINE_enum(
-    "cache", AUTO, [AUTO, *formats.CACHE_FORMATS], "infer: the format of keys and values; auto likewise."
+    "cache", AUTO, [AUTO, *formats.CACHE_FORMATS], "infer: KV cache format; auto is the compute dtype."
 )
-_JSON = flags.DEFINE_bool("json", False, "One JSON object on standard output, and nothing else.")
-_HTML = flags.DEFINE_string("html", None, "Writes the bill to this file as a page with a what-if form.")
-_PNG = flags.DEFINE_string("png", None, "Writes the bill to this file as a picture.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object to standard output, and nothing else.")
+_HTML = flags.DEFINE_string("html", None, "Write the bill to an HTML file with a what-if form.")
+_PNG = flags.DEFINE_string("png", None, "Write the bill to a PNG file.")
 
 
 def main() -> int:
@@ -66,7 +66,7 @@ def main() -> int:
         cache=_CACHE.value,
     )
     if _TASK.value == "infer" and (_COUNT.value or 1) != 1:
-        raise UserError(f"--task infer is billed on one device, and --count is {_COUNT.value}")
+        raise UserError(f"--task infer bills one device, but --count is {_COUNT.value}")
     makers = {"train": request.train, "infer": request.infer}
     tasks = TASKS if _TASK.value == "both" else (_TASK.value,)
     if _COMPILE.value and "infer" in tasks:
@@ -99,7 +99,7 @@ def _check_outputs() -> None:
             missing = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise UserError(f"{flag} {value}: {missing}; name a file in a folder that exists")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UserError(f"{flag} {value}: it cannot be written; name a file in a folder of yours")
+            raise UserError(f"{flag} {value}: not writable; give a file in a folder that you can write to")
         require()
 
 

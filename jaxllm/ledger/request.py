@@ -92,8 +92,8 @@ def require_programs(request: BillRequest) -> None:
     ):
         if name not in there:
             raise UserError(
-                f"--{flag} is {name}, and there is no program of it to compile: on {request.device.name} weights are "
-                f"{plain}, and a cache is {plain} or int8; leave out --compile for the bill alone, or --{flag}"
+                f"--{flag} is {name}, which no program supports: on {request.device.name} weights are "
+                f"{plain} and the cache is {plain} or int8; omit --compile, or --{flag}"
             )
 
 
@@ -112,6 +112,6 @@ def context_of(request: BillRequest) -> int:
     context = request.context or model.context_length
     if context > model.context_length and model.positions == "learned":
         raise UserError(
-            f"--context is {context} and the model has {model.context_length} learned positions; ask for at most those"
+            f"--context is {context} and the model has {model.context_length} learned positions; give at most that many"
         )
     return context

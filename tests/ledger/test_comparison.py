@@ -42,7 +42,7 @@ INFER = Ledger(
         Row("KV cache, full", "KV cache", PERSISTENT, 512, "…"),
         Row("masks", "decode workspace", DECODE, 256, "…"),
     ),
-    Unknown("nobody knows"),
+    Unknown("not published"),
     Roofline(WORK, {"compute": 0.1, "bandwidth": 0.5}),
 )
 
@@ -134,5 +134,5 @@ def test_largest_rows_come_first():
 def test_the_verdict_has_both_numbers_the_margin_and_what_is_held_back():
     roomy = Ledger("train", "t", 1, "d", 1, TRAIN.rows, 8192)
     assert sentences.verdict(roomy) == "fits: needs 4.00 KiB of 8.00 KiB (50.0%); 4.00 KiB free"
-    assert sentences.verdict(roomy, reserved_bytes=1024).endswith("free; 1.00 KiB more is held back by the backend")
-    assert sentences.verdict(INFER) == "Needs 1.25 KiB; whether that fits is unknown: nobody knows"
+    assert sentences.verdict(roomy, reserved_bytes=1024).endswith("free; 1.00 KiB more is reserved by the backend")
+    assert sentences.verdict(INFER) == "Needs 1.25 KiB; whether that fits is unknown: not published"

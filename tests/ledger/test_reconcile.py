@@ -148,7 +148,7 @@ def test_the_bill_fits_100_columns_and_says_so():
 
 def test_a_bill_that_does_not_fit_says_by_how_much():
     small = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
-    assert "does not fit: needs 1.17 KiB, has 1,000 B; 200 B too much" in shown(terminal.show_bill, small, HOST)
+    assert "does not fit: needs 1.17 KiB, has 1,000 B; 200 B over" in shown(terminal.show_bill, small, HOST)
 
 
 def test_unknown_has_a_footnote():

@@ -34,13 +34,13 @@ def verdict(ledger: Ledger, notes: Footnotes | None = None, reserved_bytes: int 
     need, capacity = format_bytes(ledger.peak_bytes), ledger.capacity_bytes
     if isinstance(capacity, Unknown):
         return f"Needs {need}; whether that fits is {_format_figure(notes, capacity)}"
-    kept = f"; {format_bytes(reserved_bytes)} more is held back by the backend" if reserved_bytes else ""
+    kept = f"; {format_bytes(reserved_bytes)} more is reserved by the backend" if reserved_bytes else ""
     if ledger.fits:
         share = f"{ledger.peak_bytes / max(capacity, 1):.1%}"
         free = format_bytes(capacity - ledger.peak_bytes)
         return f"fits: needs {need} of {format_bytes(capacity)} ({share}); {free} free{kept}"
     over = format_bytes(ledger.peak_bytes - capacity)
-    return f"does not fit: needs {need}, has {format_bytes(capacity)}; {over} too much{kept}"
+    return f"does not fit: needs {need}, has {format_bytes(capacity)}; {over} over{kept}"
 
 
 def told_parameters(ledger: Ledger) -> str:

@@ -99,7 +99,7 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
     notes = Footnotes()
     need = ledger.persistent_bytes + ledger.phase_bytes(name) if name in PHASES else ledger.peak_bytes
     if inspection.oom_message:
-        _say(console, f"{name}, compiled: does not fit. The compiler's words: {inspection.oom_message}")
+        _say(console, f"{name}, compiled: does not fit. Compiler: {inspection.oom_message}")
         return
     table = _table(f"{name}, compiled in {inspection.seconds:.1f} s")
     table.add_column("", no_wrap=True)
@@ -146,7 +146,10 @@ def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> 
     for row in found:
         some = "≤" if row["conditional"] else ""
         for loop in row["unknown_loops"]:
-            some = notes.mark(Unknown(f"one trip of {loop} is counted: its length is not in the program"), "") + " "
+            some = (
+                notes.mark(Unknown(f"{loop} is counted as one iteration: its trip count is not in the program"), "")
+                + " "
+            )
         sizes = (row[name] for name in ("operand_bytes", "result_bytes", "ring_bytes"))
         cells = (row["dtype"], str(row["devices"]), f"{some}{row['count']:,}", *map(format_bytes, sizes))
         table.add_row(row["op"], *cells)
@@ -156,12 +159,12 @@ def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> 
 def _matmul_line(inspection: Inspection, notes: Footnotes) -> str:
     found = inspection.matmul_counts
     if isinstance(found, Unknown):
-        return f"Matrix products: {notes.mark(found, '')}"
-    told = f"Matrix products: {format_si(found['flops'], 'FLOP')} in {found['count']:,} runs"
+        return f"Matmuls: {notes.mark(found, '')}"
+    told = f"Matmuls: {format_si(found['flops'], 'FLOP')} in {found['count']:,} runs"
     if found["uncounted"]:
         told += "; not counted: " + ", ".join(f"{name} × {runs:,}" for name, runs in found["uncounted"].items())
     if found["unknown_loops"]:
-        told += f"; one trip counted of {', '.join(found['unknown_loops'])}"
+        told += f"; counted as one iteration: {', '.join(found['unknown_loops'])}"
     return told
 
 

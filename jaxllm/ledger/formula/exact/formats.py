@@ -78,7 +78,7 @@ def by_name(name: str) -> Format:
     """
     short = _LONG_NAMES.get(name, name)
     if short not in FORMATS:
-        raise UserError(f"{name!r} is no format of weights; choose one of {', '.join(FORMATS)}")
+        raise UserError(f"{name!r} is not a weight format; supported formats are {', '.join(FORMATS)}")
     return FORMATS[short]
 
 
@@ -90,7 +90,7 @@ def cache_itemsize(name: str) -> tuple[int, int]:
     """
     short = _LONG_NAMES.get(name, name)
     if short not in CACHE_FORMATS:
-        raise UserError(f"{name!r} is no format of a KV cache; choose one of {', '.join(CACHE_FORMATS)}")
+        raise UserError(f"{name!r} is not a KV cache format; supported formats are {', '.join(CACHE_FORMATS)}")
     return FORMATS[short].bits // 8, _CACHE_SCALE_BYTES if FORMATS[short].scaled else 0
 
 
