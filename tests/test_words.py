@@ -57,8 +57,31 @@ def identifiers(module):
             yield getattr(node, "lineno", 0), name
 
 
+def documented(text, section):
+    """Returns the names that a section of a docstring, such as Args, describes."""
+    found = re.search(rf"^{section}:\n((?:  .*\n?|\n)+)", text, re.MULTILINE)
+    entries = re.findall(r"^  ([\w*, ]+):", found[1], re.MULTILINE) if found else []
+    return {name.strip(" *") for entry in entries for name in entry.split(",")}
+
+
+def stale_arguments(module):
+    """Yields (line, name) of arguments and attributes that a docstring describes and the code does not have."""
+    for node in ast.walk(module):
+        text = ast.get_docstring(node) or "" if isinstance(node, ast.ClassDef | ast.FunctionDef) else ""
+        if isinstance(node, ast.FunctionDef):
+            given = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+            yield from ((node.lineno, name) for name in documented(text, "Args") - given)
+        elif isinstance(node, ast.ClassDef):
+            fields = {name for _, name in identifiers(node)} | {
+                member.attr for member in ast.walk(node) if isinstance(member, ast.Attribute)
+            }
+            yield from ((node.lineno, name) for name in documented(text, "Attributes") - fields)
+
+
 def faults(module):
     """Yields (line, problem) for words of a module that are not the field's terms."""
+    for line, name in stale_arguments(module):
+        yield line, f"the docstring describes {name}, which does not exist"
     for line, text in docstrings(module):
         if HEADLESS.match(text):
             yield line, f"docstring begins: {text.splitlines()[0]}"
@@ -84,6 +107,8 @@ def test_words_are_the_fields(path):
         'raise ValueError("it is told below")\n',
         "def f(setting): ...\n",
         "class ModelRecipe: ...\nRecipe = 1\n",
+        'def f(size):\n    """Returns size.\n\n    Args:\n      size: Bytes.\n      count: Arrays.\n    """\n',
+        'class A:\n    """Pair.\n\n    Attributes:\n      left, right: Its parts.\n    """\n\n    left: int\n',
     ],
 )
 def test_other_words_are_found(source):

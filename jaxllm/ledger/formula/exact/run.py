@@ -30,7 +30,7 @@ class TrainingRun:
     Attributes:
       policy: Precision policy: fp32 | bf16 | fp16 | bf16_pure.
       platform: cpu | gpu | tpu.
-      compute, store, moment: Bytes per element of compute arrays, of stored weights and of moments.
+      compute_bytes, param_bytes, moment_bytes: Bytes per element of compute arrays, of stored weights and of moments.
       layout: Sharding of each array.
       remat: Remat policy: what blocks save.
       attention: Attention implementation.

@@ -12,9 +12,9 @@ class Shard:
     """A device's shard of one or more arrays.
 
     Attributes:
-      numbers: Elements of the arrays, on all devices together.
+      elements: Elements of the arrays, on all devices together.
       padding: Elements of zero padding, on all devices together.
-      ways: Number of equal shards. A shard size that is not an integer is rounded down.
+      num_shards: Number of equal shards. A shard size that is not an integer is rounded down.
     """
 
     elements: int
@@ -35,7 +35,7 @@ class Shard:
 
 
 class Count(int):
-    """Elements on one device: the sum of its shards, at most one for each number of ways."""
+    """Elements on one device: the sum of its shards, at most one for each number of shards."""
 
     shards: tuple[Shard, ...]
 
@@ -49,7 +49,7 @@ class Count(int):
 
 
 def count(shards: Iterable[Shard]) -> Count:
-    """Sums the shards of several arrays, merging those with equally many ways; the most sharded come first."""
+    """Sums the shards of several arrays, merging those with equally many shards; the most sharded come first."""
     summed: dict[int, tuple[int, int]] = {}
     for shard in shards:
         elements, padding = summed.get(shard.num_shards, (0, 0))
@@ -58,7 +58,7 @@ def count(shards: Iterable[Shard]) -> Count:
 
 
 def without_padding(elements_per_device: Count) -> Count:
-    """Returns the elements that a device would store without padding, rounded down per number of ways."""
+    """Returns the elements that a device would store without padding, rounded down per number of shards."""
     return Count(tuple(Shard(shard.elements, 0, shard.num_shards) for shard in elements_per_device.shards))
 
 
