@@ -83,7 +83,7 @@ def test_memory_grows_with_the_length_alone():
             config = run("full", implementation, length, sequences)
             peak = absent_programs.train_step(config, "h100").figures["peak"]
             ledger = training_memory.training(architectures.resolve_config(config), config, "bf16", "gpu")
-            peaks.assert_near(ledger, ledger.peak_phase, peak, (-3, 2) if implementation == "auto" else (-2, 5))
+            peaks.assert_near(ledger, ledger.peak_phase, peak, (-8, 2) if implementation == "auto" else (-2, 4))
             found_peaks[implementation, length] = peak
     assert found_peaks["auto", LENGTH] == pytest.approx(found_peaks["auto", LENGTH // 2], rel=0.02)
     assert found_peaks["xla", LENGTH] > 1.05 * found_peaks["xla", LENGTH // 2]
