@@ -177,9 +177,9 @@ def test_scales_to_the_byte(name, scales):
 
 
 def test_a_format_that_does_not_exist():
-    with pytest.raises(UserError, match="'int3' is no format of weights"):
+    with pytest.raises(UserError, match="'int3' is not a weight format"):
         inference(BASE, 1, 64, 16, "int3", "fp32")
-    with pytest.raises(UserError, match="'int4' is no format of a KV cache"):
+    with pytest.raises(UserError, match="'int4' is not a KV cache format"):
         inference(BASE, 1, 64, 16, "fp32", "int4")
     assert formats.ITEMSIZE["int4"] == 0.5
 
