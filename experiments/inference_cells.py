@@ -9,6 +9,7 @@ import jax
 
 from jaxllm import architectures, programs
 from jaxllm.config import Config
+from jaxllm.decode import weights
 from jaxllm.hardware import detect
 from jaxllm.ledger.compiled.inspection import SamplingSpec
 from jaxllm.programs import Program
@@ -90,7 +91,7 @@ def programs_of_cell(config: Config, sampling: SamplingSpec, device: str) -> dic
     """Returns the prefill and decode programs of a cell."""
     model = architectures.resolve_config(config)
     dtype = policy_for(config.precision.policy, DEVICES[device]).compute_dtype
-    how = (sampling.context, dtype, dtype, DEVICES[device] == "tpu")
+    how = (sampling.context, dtype, dtype, weights.layout_for(DEVICES[device]))
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *how),
         "decode": programs.decode(model, sampling.batch, sampling.steps, *how),

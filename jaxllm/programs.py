@@ -17,6 +17,8 @@ from jaxllm.config import attention as attention_choice
 from jaxllm.data import BATCH_FIELDS
 from jaxllm.decode import generate, weights
 from jaxllm.decode import state as decode_state
+from jaxllm.decode.state import DecodeState
+from jaxllm.decode.weights import WeightLayout
 from jaxllm.model import adapter_specs, adapters, specs
 from jaxllm.parallel.mesh import batch_sharding, replicated
 from jaxllm.step import precision
@@ -178,15 +180,10 @@ def eval_step(config: Config, step_spec: StepSpec, mesh: Mesh) -> Program:
     return Program("eval_step", jitted, ((state.params, state.frozen), batch), ())
 
 
-def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, transposed: bool) -> Any:
+def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, layout: WeightLayout) -> Any:
     """Returns the abstract parameters for inference: in the compute dtype, without float32 master copies."""
     params = specs.abstract(specs.param_specs(model), dtype)
-    return jax.eval_shape(weights.to_tpu_layout, params) if transposed else params
-
-
-def _with_layout(function: Callable[..., Any], transposed: bool) -> Callable[..., Any]:
-    """Adapts a function of (params, …) to parameters in the layout of `_inference_params`."""
-    return (lambda params, *rest: function(weights.from_tpu_layout(params), *rest)) if transposed else function
+    return jax.eval_shape(lambda params: weights.arrange(params, model, layout), params)
 
 
 def prefill(
@@ -196,7 +193,7 @@ def prefill(
     capacity: int,
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike | None = None,
-    transposed: bool = False,
+    layout: WeightLayout = WeightLayout.TRAINING,
 ) -> Program:
     """Builds the program (params, state, tokens [B, C], valid [B, C]) -> state, which donates the state.
 
@@ -206,15 +203,18 @@ def prefill(
       capacity: Maximum tokens per row.
       dtype: Dtype of the parameters.
       cache_dtype: Dtype of the cached keys and values; None means `dtype`.
-      transposed: Whether the parameters are in the layout of `decode.weights.to_tpu_layout`.
+      layout: Layout of the parameters and the cache.
     """
-    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
     tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, chunk), bool)
-    run = _with_layout(
-        lambda params, state, tokens, valid: generate.prefill(params, state, tokens, valid, model), transposed
-    )
-    inputs = (_inference_params(model, dtype, transposed), state, tokens, valid)
+    params = _inference_params(model, dtype, layout)
+    model = weights.model_in(model, layout)
+    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
+
+    def run(params: Any, state: DecodeState, tokens: jax.Array, valid: jax.Array) -> DecodeState:
+        return generate.prefill(weights.restore(params, layout), state, tokens, valid, model)
+
+    inputs = (params, state, tokens, valid)
     return Program("prefill", jax.jit(run, donate_argnums=1), inputs, (1,))
 
 
@@ -225,7 +225,7 @@ def decode(
     capacity: int,
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike | None = None,
-    transposed: bool = False,
+    layout: WeightLayout = WeightLayout.TRAINING,
 ) -> Program:
     """Builds the program (params, state, limit) -> (state, tokens [B, steps]), which runs at most `limit` steps.
 
@@ -237,21 +237,34 @@ def decode(
       capacity: Maximum tokens per row.
       dtype: Dtype of the parameters.
       cache_dtype: Dtype of the cached keys and values; None means `dtype`.
-      transposed: Whether the parameters are in the layout of `decode.weights.to_tpu_layout`.
+      layout: Layout of the parameters and the cache.
     """
+    params = _inference_params(model, dtype, layout)
+    model = weights.model_in(model, layout)
     state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
-    run = _with_layout(lambda params, state, limit: generate.decode(params, state, limit, model, steps), transposed)
-    inputs = (_inference_params(model, dtype, transposed), state, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def run(params: Any, state: DecodeState, limit: jax.Array) -> tuple[DecodeState, jax.Array]:
+        return generate.decode(weights.restore(params, layout), state, limit, model, steps)
+
+    inputs = (params, state, jax.ShapeDtypeStruct((), jnp.int32))
     return Program("decode", jax.jit(run, donate_argnums=1), inputs, (1,))
 
 
 def decode_without_cache(
-    model: Architecture, batch: int, steps: int, capacity: int, dtype: jax.typing.DTypeLike, transposed: bool = False
+    model: Architecture,
+    batch: int,
+    steps: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike,
+    layout: WeightLayout = WeightLayout.TRAINING,
 ) -> Program:
     """Builds the `decode` program with a full forward pass per token; its state stores tokens instead of a cache."""
+    params = _inference_params(model, dtype, layout)
+    model = weights.model_in(model, layout)
     state = decode_state.abstract(model, batch, capacity, dtype, with_cache=False)
-    run = _with_layout(
-        lambda params, state, limit: generate.decode_without_cache(params, state, limit, model, steps), transposed
-    )
-    inputs = (_inference_params(model, dtype, transposed), state, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def run(params: Any, state: DecodeState, limit: jax.Array) -> tuple[DecodeState, jax.Array]:
+        return generate.decode_without_cache(weights.restore(params, layout), state, limit, model, steps)
+
+    inputs = (params, state, jax.ShapeDtypeStruct((), jnp.int32))
     return Program("decode_without_cache", jax.jit(run, donate_argnums=1), inputs, (1,))

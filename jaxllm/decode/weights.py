@@ -1,31 +1,146 @@
-"""Weight layout for decoding on TPU: Q, K and V projections transposed to [N, H, D].
+"""Layouts of the weights for inference, and the conversion to them.
 
-These projections are declared as [D, N, H]. TPU registers are tiles of 8 × 128 elements of the last two dimensions, so
-a matmul over D needs the weights in another order. XLA therefore copies the projections of all layers in every call of
-the token loop: 57 % more bytes per decoded token for a 1B model with head dimension 128. Weights stored as [N, H, D]
-are read without a copy.
+Decoding one token reads every weight once, so its speed is the memory bandwidth. The layout of training, stacks
+[repeats, *inputs, *outputs] that a scan slices, makes XLA copy weights before it multiplies. Each platform has a layout
+that it reads in place:
+
+    CPU, GPU  Every layer has arrays of its own: a matmul cannot read a slice of a stack in place, and copies it. The
+              projections of queries, keys and values are one weight, and so are gate and up. Weights are stored with
+              the outputs first (`model.linear.OutputMajor`): XLA computes small matrix–vector products as reductions
+              over rows, and copies weights whose rows are the inputs.
+    TPU       Stacks, which a TPU slices without a copy and which compile in a tenth of the time. Registers are tiles
+              of 8 × 128 elements of the last two dimensions, so the projections [D, heads, H] are stored as
+              [heads, H, D]; otherwise XLA copies those of all layers in every call.
 """
 
+import dataclasses
+import enum
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_TRANSPOSED = ("q", "k", "v")
+from jaxllm.config import Architecture
+from jaxllm.model.linear import OutputMajor
+
+_PROJECTIONS = ("q", "k", "v")
 
 
-def to_tpu_layout(params: Any) -> Any:
-    """Transposes the Q, K and V projections to the TPU layout, in which the model width D is the last dimension."""
-    return _move_axis(params, -3, -1)
+class WeightLayout(enum.Enum):
+    """WeightLayout of the weights of a program.
+
+    Attributes:
+      TRAINING: The tree of `specs.param_specs`.
+      PER_LAYER: Layers in `tail`, none stacked; fused projections; outputs first.
+      TPU: Stacked; Q, K and V projections transposed to [heads, H, D].
+    """
+
+    TRAINING = "training"
+    PER_LAYER = "per layer"
+    TPU = "tpu"
 
 
-def from_tpu_layout(params: Any) -> Any:
-    """Inverts `to_tpu_layout`. For use inside a jitted program, where the transpose is free."""
-    return _move_axis(params, -1, -3)
+def layout_for(platform: str) -> WeightLayout:
+    """Returns the layout for inference on a platform: cpu | gpu | tpu."""
+    return WeightLayout.TPU if platform == "tpu" else WeightLayout.PER_LAYER
+
+
+def model_in(model: Architecture, layout: WeightLayout) -> Architecture:
+    """Returns the architecture that declares the weights and the cache in a layout before they are fused.
+
+    PER_LAYER repeats the kinds of layers in a pattern that is longer than the model, so that every layer is in `tail`.
+    """
+    if layout is not WeightLayout.PER_LAYER:
+        return model
+    kinds = (*model.pattern * model.repeats, *model.tail)
+    return dataclasses.replace(model, pattern=(*kinds, kinds[0]))
+
+
+def arrange(params: Any, model: Architecture, layout: WeightLayout, release: bool = False) -> Any:
+    """Converts weights from the layout of training to another one.
+
+    Args:
+      params: Parameter tree of `model` or of `model_in(model, layout)`. For PER_LAYER also a result of this function,
+        which is returned as it is.
+      model: Architecture of the model.
+      layout: The layout.
+      release: Whether to delete each source array as soon as it is converted, so that at most one array (one stack, if
+        `params` has stacks) exists twice.
+    """
+    if layout is WeightLayout.TRAINING:
+        return params
+    if layout is WeightLayout.TPU:
+        return _move_axis(params, -3, -1)
+    if params["tail"] and "qkv" in params["tail"][0]["attn"]:
+        return params
+    if params["layers"]:
+        params = _unstack(params, model, release)
+    layers = []
+    for layer in params["tail"]:
+        layers.append(_fuse(layer, model))
+        if release:
+            kept = {id(x) for x in jax.tree.leaves(layers[-1])}
+            _delete([x for x in jax.tree.leaves(layer) if id(x) not in kept])
+    return {**params, "tail": tuple(layers)}
+
+
+def restore(params: Any, layout: WeightLayout) -> Any:
+    """Returns weights in a layout that model code reads. For use inside a jitted program, where this is free."""
+    return _move_axis(params, -1, -3) if layout is WeightLayout.TPU else params
 
 
 def _move_axis(params: Any, source: int, destination: int) -> Any:
     def move(path: Any, x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, source, destination) if path[-1].key in _TRANSPOSED else x
+        return jnp.moveaxis(x, source, destination) if path[-1].key in _PROJECTIONS else x
 
     return jax.tree_util.tree_map_with_path(move, params)
+
+
+def _delete(arrays: Any) -> None:
+    for x in jax.tree.leaves(arrays):
+        if isinstance(x, jax.Array):
+            x.delete()
+
+
+def _unstack(params: Any, model: Architecture, release: bool) -> Any:
+    """Moves all layers of the tree to `tail`, in the order of the model."""
+    positions = []
+    for stacked in params["layers"]:
+        leaves, tree = jax.tree.flatten(stacked)
+        slices = []
+        for leaf in leaves:
+            slices.append([leaf[i] for i in range(model.repeats)])
+            if release:
+                _delete(leaf)
+        positions.append([jax.tree.unflatten(tree, layer) for layer in zip(*slices, strict=True)])
+    layers = [layer for repeat in zip(*positions, strict=True) for layer in repeat]
+    return {**params, "layers": (), "tail": (*layers, *params["tail"])}
+
+
+def _fuse(layer: dict[str, Any], model: Architecture) -> dict[str, Any]:
+    """Fuses the projections of a layer and stores its matrices with the outputs first."""
+    groups = model.heads // model.kv_heads
+
+    def grouped(name: str, x: jax.Array) -> jax.Array:
+        """Returns [.., heads, H] as [.., K, heads / K, H]."""
+        return x.reshape(*x.shape[:-2], model.kv_heads, groups if name == "q" else 1, x.shape[-1])
+
+    attn, mlp = dict(layer["attn"]), dict(layer["mlp"])
+    attn["qkv"] = _output_major(jnp.concatenate([grouped(n, attn.pop(n)) for n in _PROJECTIONS], -2))
+    if model.qkv_bias:
+        attn["qkv_bias"] = jnp.concatenate([grouped(n, attn.pop(f"{n}_bias")) for n in _PROJECTIONS], -2)
+    attn["out"] = _output_major(attn["out"], inputs=2)
+    experts = 1 if model.experts else 0
+    if model.gated:
+        mlp["gate_up"] = _output_major(jnp.stack([mlp.pop("gate"), mlp.pop("up")], -2), experts)
+        if model.mlp_bias:
+            mlp["gate_up_bias"] = jnp.stack([mlp.pop("gate_bias"), mlp.pop("up_bias")], -2)
+    else:
+        mlp["up"] = _output_major(mlp["up"], experts)
+    mlp["down"] = _output_major(mlp["down"], experts)
+    return {**layer, "attn": attn, "mlp": mlp}
+
+
+def _output_major(x: jax.Array, lead: int = 0, inputs: int = 1) -> OutputMajor:
+    """Moves the input dimensions, which follow `lead` dimensions, to the end."""
+    return OutputMajor(jnp.moveaxis(x, range(lead, lead + inputs), range(-inputs, 0)))

@@ -110,7 +110,8 @@ class Generator:
 
     Args:
       model: Architecture of the model.
-      params: Parameter tree of any floating-point dtype; converted to `dtype`.
+      params: Parameter tree of any floating-point dtype, in the layout of training or already in that of inference
+        (`decode.weights.arrange`); converted to `dtype` and to the layout of inference.
       tokenizer: Tokenizer of the model.
       dtype: Dtype of weights and computation, and of the cache if `cache_dtype` is None.
       cache_dtype: Dtype of the cache; int8 adds scales.
@@ -148,9 +149,9 @@ class Generator:
                 "use the tokenizer that the model was trained with"
             )
         self._model = model
-        self._transposed = jax.default_backend() == "tpu"
+        self._layout = weights.layout_for(jax.default_backend())
         params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-        self._params = weights.to_tpu_layout(params) if self._transposed else params
+        self._params = weights.arrange(params, model, self._layout)
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype
@@ -253,7 +254,7 @@ class Generator:
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
-            options: dict[str, Any] = {"transposed": self._transposed}
+            options: dict[str, Any] = {"layout": self._layout}
             if self._use_cache:
                 options["cache_dtype"] = self._cache_dtype
             program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **options)
@@ -269,7 +270,8 @@ class Generator:
         limits, end_ids = [min(request.max_new_tokens, capacity)] * B, [ends] * B
         if not self._use_cache:
             return state_lib.start_without_cache(self._model, ids, capacity, sampling, limits, end_ids)
-        cache = cache_lib.create(self._model, B, capacity, self._cache_dtype)
+        declared = weights.model_in(self._model, self._layout)
+        cache = cache_lib.create(declared, B, capacity, self._cache_dtype)
         return state_lib.start(self._model, cache, sampling, limits, end_ids)
 
     def _prefill(

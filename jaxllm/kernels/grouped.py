@@ -6,6 +6,7 @@ all rows with all matrices: with 128 experts and 8 per token, that is sixteen ti
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -50,6 +51,15 @@ class BlockLayout:
         out = jnp.zeros((blocks * length, rows.shape[1]), rows.dtype)
         return out.at[self.index].set(rows, unique_indices=True).reshape(blocks, length, -1)
 
+    def scatter_repeated(self, x: Float[Array, "M D"]) -> Float[Array, "blocks length D"]:
+        """Scatters each row R / M times in a row, like `scatter` of `jnp.repeat`, but with a gather.
+
+        The other rows of the blocks repeat the first row of x.
+        """
+        R = self.index.shape[0]
+        source = jnp.zeros(math.prod(self.shape), jnp.int32).at[self.index].set(jnp.arange(R) // (R // x.shape[0]))
+        return x[source].reshape(*self.shape, -1)
+
     def gather(self, blocks: Float[Array, "blocks length D"]) -> Float[Array, "R D"]:
         """Gathers the rows from their blocks, in the original row order."""
         return blocks.reshape(-1, blocks.shape[-1]).at[self.index].get(unique_indices=True)
@@ -85,6 +95,20 @@ def grouped_matmul(
         return None, rows @ weights[index]
 
     return jax.lax.scan(step, None, (x, group))[1]
+
+
+def grouped_matmul_transposed(
+    x: Float[Array, "blocks length D"], weights: Float[Array, "groups F D"], group: Int[Array, " blocks"]
+) -> Float[Array, "blocks length F"]:
+    """Multiplies each block by the transposed matrix of its group; for inference, without a gradient."""
+
+    def body(i: Array, out: Array) -> Array:
+        rows = jax.lax.dot_general(x[i], weights[group[i]], (((1,), (1,)), ((), ())))
+        return jax.lax.dynamic_update_index_in_dim(out, rows, i, 0)
+
+    # The initial value depends on x. Of constants, XLA would allocate the outputs of all layers before the first one.
+    out = jnp.broadcast_to(x[0, 0, 0] * 0, (*x.shape[:2], weights.shape[1]))
+    return jax.lax.fori_loop(0, x.shape[0], body, out)
 
 
 def _forward(x: Any, weights: Any, group: Any) -> tuple[Array, tuple[Array | None, Array, Array]]:

@@ -12,7 +12,8 @@ from jaxllm.kernels import reference
 from jaxllm.kernels.cudnn import cudnn_attention
 from jaxllm.kernels.flash.api import flash_attention
 from jaxllm.model.layer_cache import LayerCache
-from jaxllm.model.layers import align, norm, norm_over_heads, project, rotate
+from jaxllm.model.layers import align, norm, norm_over_heads, rotate
+from jaxllm.model.linear import project
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
@@ -42,6 +43,19 @@ def _project(x: Array, params: dict[str, Any], name: str, model: Architecture) -
     if model.qkv_bias:
         y = y + align(params[f"{name}_bias"], y)
     return y
+
+
+def _queries_keys_values(
+    x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Projects x to queries, keys and values, by three weights or by one fused weight per group of heads.
+
+    The fused weight "qkv" has outputs [K, N/K + 2, H]: the query heads of each key/value head, its key, its value.
+    """
+    if "qkv" not in params:
+        return _project(x, params, "q", model), _project(x, params, "k", model), _project(x, params, "v", model)
+    y = _project(x, params, "qkv", model)
+    return y[:, :, :, :-2].reshape(*x.shape[:2], -1, y.shape[-1]), y[:, :, :, -2], y[:, :, :, -1]
 
 
 def _qk_norm(x: Array, params: dict[str, Any], model: Architecture, collectives: Collectives) -> Array:
@@ -74,7 +88,7 @@ def attention(
     Returns:
       (this device's tokens of the output, the cache including the new tokens or None if no cache was given).
     """
-    q, k, v = (_project(x, params, name, model) for name in "qkv")
+    q, k, v = _queries_keys_values(x, params, model)
     if model.qk_norm:
         q, k = (_qk_norm(x, params[f"{name}_norm"], model, collectives) for name, x in (("q", q), ("k", k)))
     if kind in inputs.angles:

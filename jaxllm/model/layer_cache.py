@@ -16,27 +16,28 @@ Arrays = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """View of one layer in the stacked KV cache arrays.
+    """KV cache of one layer: arrays of its own, or a view of the stacked arrays of several layers.
 
-    All layers' arrays are passed together and written in place at index `layer`; slicing a layer out and stacking it
-    again would make a second copy of the cache. Position p is stored in slot p mod S.
+    Stacked arrays are passed whole and written in place at index `layer`; slicing a layer out and stacking it again
+    would make a second copy of the cache. Position p is stored in slot p mod S.
 
     Attributes:
-      arrays: "k" and "v", [repeats, B, K, S, H]; an int8 cache also has "k_scale" and "v_scale", [repeats, B, K, S].
-      layer: Index into the first dimension.
+      arrays: "k" and "v", [B, K, S, H]; an int8 cache also has "k_scale" and "v_scale", [B, K, S]. Stacked arrays have
+        one more dimension in front.
+      layer: Index into the first dimension of stacked arrays; None for a layer's own arrays.
       lengths: Number of cached tokens of each row before this pass.
       capacity: Maximum tokens per row. A layer with fewer slots than this is a ring buffer.
     """
 
     arrays: Arrays
-    layer: Int[Array, ""] | int
+    layer: Int[Array, ""] | None
     lengths: Int[Array, " B"]
     capacity: int
 
     @property
     def slots(self) -> int:
         """Slots S per row."""
-        return self.arrays["k"].shape[3]
+        return self.arrays["k"].shape[-2]
 
     def attend(
         self,
@@ -118,12 +119,12 @@ class LayerCache:
         # Of tokens with the same slot, only the last is written. Padding gets an out-of-bounds index and is dropped.
         is_written = valid & (positions >= after[:, None] - S) & (positions < self.capacity)
         slot = jnp.where(is_written, positions % S, S)
-        stacks = self.arrays
+        arrays = self.arrays
         wraps = self.capacity > S
         if wraps:
-            # Order the read of old slots before the write; otherwise XLA would copy the stacked arrays.
-            old, stacks = jax.lax.optimization_barrier((_layer(stacks, self.layer), stacks))
-        cache = dataclasses.replace(self, arrays=_write_tokens(stacks, new, self.layer, slot))
+            # Order the read of old slots before the write; otherwise XLA would copy the arrays.
+            old, arrays = jax.lax.optimization_barrier((_layer(arrays, self.layer), arrays))
+        cache = dataclasses.replace(self, arrays=_write_tokens(arrays, new, self.layer, slot))
         if not wraps:
             keys, values = _to_compute_dtype(_layer(cache.arrays, self.layer), dtype)
             return keys, values, decode_common.slot_positions(after, S), cache
@@ -133,8 +134,8 @@ class LayerCache:
         return keys, values, jnp.concatenate([old_positions, jnp.where(valid, positions, -1)], axis=1), cache
 
 
-def _layer(stacks: Arrays, layer: Array | int) -> Arrays:
-    return {name: stack[layer] for name, stack in stacks.items()}
+def _layer(arrays: Arrays, layer: Array | None) -> Arrays:
+    return arrays if layer is None else {name: stack[layer] for name, stack in arrays.items()}
 
 
 def _to_compute_dtype(
@@ -147,19 +148,31 @@ def _to_compute_dtype(
     return k.astype(dtype), v.astype(dtype)
 
 
-def _write_tokens(stacks: Arrays, new: Arrays, layer: Array | int, slot: Int[Array, "B T"]) -> Arrays:
+def _write_tokens(arrays: Arrays, new: Arrays, layer: Array | None, slot: Int[Array, "B T"]) -> Arrays:
     """Writes tokens to their slots, which are consecutive; tokens with slot S are dropped."""
-    layer = jnp.asarray(layer, jnp.int32)
-    return jax.lax.platform_dependent(stacks, new, layer, slot, tpu=_write_on_tpu, default=_scatter)
+    return jax.lax.platform_dependent(
+        *(arrays, new, layer, slot), cpu=_scatter_on_cpu, tpu=_write_on_tpu, default=_scatter
+    )
 
 
-def _scatter(stacks: Arrays, new: Arrays, layer: Array | int, slot: Int[Array, "B T"]) -> Arrays:
+def _scatter(arrays: Arrays, new: Arrays, layer: Array | None, slot: Int[Array, "B T"]) -> Arrays:
     rows = jnp.arange(slot.shape[0])[:, None]
-    return {
-        name: stack.at[layer, rows, :, slot].set(new[name].swapaxes(1, 2), mode="drop")
-        for name, stack in stacks.items()
-    }
+    index = (rows, slice(None), slot) if layer is None else (layer, rows, slice(None), slot)
+    return {name: x.at[index].set(new[name].swapaxes(1, 2), mode="drop") for name, x in arrays.items()}
 
 
-def _write_on_tpu(stacks: Arrays, new: Arrays, layer: Array, slot: Int[Array, "B T"]) -> Arrays:
-    return decode_write_tpu.write_tokens(stacks, new, layer, slot)
+def _scatter_on_cpu(arrays: Arrays, new: Arrays, layer: Array | None, slot: Int[Array, "B T"]) -> Arrays:
+    if slot.size == 1:
+        # XLA turns a scatter of one index into an update that it fuses into every reader of the cache, and copies the
+        # cache for each. A second index, which is dropped, keeps it a scatter, in place.
+        slot = jnp.concatenate([slot, jnp.full_like(slot, arrays["k"].shape[-2])], axis=1)
+        new = {name: jnp.repeat(x, 2, axis=2) for name, x in new.items()}
+    return _scatter(arrays, new, layer, slot)
+
+
+def _write_on_tpu(arrays: Arrays, new: Arrays, layer: Array | None, slot: Int[Array, "B T"]) -> Arrays:
+    if layer is not None:
+        return decode_write_tpu.write_tokens(arrays, new, layer, slot)
+    stacked = {name: x[None] for name, x in arrays.items()}
+    written = decode_write_tpu.write_tokens(stacked, new, jnp.zeros((), jnp.int32), slot)
+    return {name: x[0] for name, x in written.items()}

@@ -1,4 +1,4 @@
-"""Layers of a block other than attention and MoE: norms, rotary positions, projections and the dense MLP."""
+"""Layers of a block other than attention and MoE: norms, rotary positions and the dense MLP."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
-from jaxllm.model.adapters import ADAPTERS
+from jaxllm.model.linear import project
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
@@ -156,30 +156,6 @@ def activation(gate: Array, kind: str) -> Array:
     return jax.nn.silu(gate) if kind == "swiglu" else jax.nn.gelu(gate, approximate=True)
 
 
-def matmul(x: Float[Array, "B T *inputs"], weight: Array, fan_in: int = 1) -> Array:
-    """Multiplies x by a weight, contracting the last `fan_in` dimensions of x: [B, T, *outputs].
-
-    This is one 2D matmul with flattened dimensions. On XLA's CPU backend, the gradient of the equivalent einsum, which
-    sums over batch and time separately, takes twice as long.
-    """
-    B, T = x.shape[:2]
-    rows = weight.reshape(math.prod(weight.shape[:fan_in]), -1)
-    return (x.reshape(B * T, -1) @ rows).reshape(B, T, *weight.shape[fan_in:])
-
-
-def project(x: Float[Array, "B T *inputs"], params: dict[str, Any], name: str, fan_in: int = 1) -> Array:
-    """Multiplies x by the named weight and adds the output of its low-rank adapter, if it has one.
-
-    The adapter is applied to activations and not added to the weight, which would need a copy of the weight.
-    See `jaxllm.model.adapters`.
-    """
-    y = matmul(x, params[name], fan_in)
-    pair = params.get(ADAPTERS, {}).get(name)
-    if pair is None:
-        return y
-    return y + matmul(checkpoint_name(matmul(x, pair["a"], fan_in), ADAPTERS), pair["b"])
-
-
 def mlp(
     x: Float[Array, "B T D"], params: dict[str, Any], model: Architecture, collectives: Collectives = SINGLE_DEVICE
 ) -> Float[Array, "B t D"]:
@@ -187,7 +163,8 @@ def mlp(
 
     Args:
       x: All tokens of the sequences, already all-gathered over `tensor`.
-      params: The layer's MLP weights; this device's shard of F.
+      params: The layer's MLP weights; this device's shard of F. For inference, "gate" and "up" may be fused as
+        "gate_up", with outputs [2, F].
       model: Architecture of the model.
       collectives: Collectives for the mesh sizes.
 
@@ -197,12 +174,15 @@ def mlp(
 
     def into(name: str) -> Array:
         y = project(x, params, name)
-        if model.mlp_bias:
-            y = y + align(params[f"{name}_bias"], y)
-        return checkpoint_name(y, f"mlp_{name}")
+        return y + align(params[f"{name}_bias"], y) if model.mlp_bias else y
 
-    up = into("up")
-    hidden = activation(into("gate"), model.mlp) * up if model.gated else activation(up, model.mlp)
+    if "gate_up" in params:
+        fused = into("gate_up")
+        gate, up = fused[:, :, 0], fused[:, :, 1]
+    else:
+        up = checkpoint_name(into("up"), "mlp_up")
+        gate = checkpoint_name(into("gate"), "mlp_gate") if model.gated else up
+    hidden = activation(gate, model.mlp) * up if model.gated else activation(up, model.mlp)
     y = collectives.reduce_scatter_tokens(project(checkpoint_name(hidden, "mlp_hidden"), params, "down"))
     if model.mlp_bias:
         y = y + align(params["down_bias"], y)

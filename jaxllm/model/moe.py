@@ -1,7 +1,8 @@
 """Dropless mixture of experts (MoE): there is no expert capacity, and no token is dropped.
 
 Tokens are grouped by expert and multiplied with a grouped matmul (`jaxllm.kernels.grouped`), so the output of a token
-does not depend on the other tokens of the batch.
+does not depend on the other tokens of the batch. A few tokens, as in decoding, are multiplied in a way that reads the
+weights of the experts in place.
 """
 
 from typing import Any
@@ -12,8 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import Architecture
+from jaxllm.config import experts as experts_choice
 from jaxllm.kernels import grouped
 from jaxllm.model.layers import activation
+from jaxllm.model.linear import OutputMajor, matmul
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 
@@ -62,7 +65,8 @@ def moe(
 
     Args:
       x: All tokens of the sequences, already all-gathered over `tensor`.
-      params: The router and the expert weights; this device's shard of F.
+      params: The router and the expert weights; this device's shard of F. For inference, "gate" and "up" may be fused
+        as "gate_up", with outputs [2, F].
       model: Architecture of the model.
       token_mask: False for padding tokens, which do not count for load balancing.
       collectives: Collectives for the mesh sizes.
@@ -74,6 +78,10 @@ def moe(
     X = model.experts_per_token
     flat = x.reshape(B * T, D)
     weights, experts, probabilities = route(flat, params["router"], model)
+    aux_loss = load_balancing_loss(probabilities, experts, token_mask.reshape(-1), collectives)
+    if isinstance(params["down"], OutputMajor):
+        y = _inference_experts(flat, params, model, experts, weights)
+        return y.reshape(B, T, D), aux_loss
     # One row per (token, expert) assignment, grouped by expert.
     layout = grouped.block_layout(experts.reshape(-1), model.experts)
     rows = layout.scatter(jnp.repeat(flat, X, axis=0))
@@ -90,5 +98,60 @@ def moe(
     outputs = project("down", checkpoint_name(hidden, "mlp_hidden"), num_terms=collectives.tensor)
     outputs = layout.gather(outputs).reshape(B * T, X, D)
     y = jnp.einsum("mxd,mx->md", outputs, weights.astype(outputs.dtype)).reshape(B, T, D)
-    aux_loss = load_balancing_loss(probabilities, experts, token_mask.reshape(-1), collectives)
     return checkpoint_name(collectives.reduce_scatter_tokens(y), "mlp_out"), aux_loss
+
+
+def _inference_experts(
+    x: Float[Array, "M D"],
+    params: dict[str, Any],
+    model: Architecture,
+    experts: Int[Array, "M X"],
+    weights: Float[Array, "M X"],
+) -> Float[Array, "M D"]:
+    """Computes the experts' MLPs with weights that are stored with the outputs first, [E, (2,) F, D] and [E, D, F].
+
+    A loop over blocks of tokens slices one expert's matrix at a time, and XLA copies the slice before it multiplies. A
+    few tokens are multiplied without one; see `config.experts`.
+    """
+    (M, D), X, E = x.shape, experts.shape[1], model.experts
+    name = "gate_up" if model.gated else "up"
+    into, out = params[name].array, params["down"].array
+    into_bias, out_bias = params.get(f"{name}_bias"), params.get("down_bias")
+    method = experts_choice.method(M, X, E)
+    if method == experts_choice.CHOSEN:
+        index = experts.reshape(-1)
+        hidden = _matvec(into[index], jnp.repeat(x, X, axis=0))
+        hidden = _activate(hidden if into_bias is None else hidden + into_bias[index], model)
+        outputs = _matvec(out[index], hidden)
+        outputs = outputs if out_bias is None else outputs + out_bias[index]
+        return jnp.einsum("mxd,mx->md", outputs.reshape(M, X, D), weights.astype(x.dtype))
+    if method == experts_choice.ALL:
+        hidden = matmul(x[None], OutputMajor(into))[0]
+        hidden = _activate(hidden if into_bias is None else hidden + into_bias, model)
+        outputs = jnp.einsum("mef,edf->emd", hidden, out)
+        outputs = outputs if out_bias is None else outputs + out_bias[:, None]
+        combined = jnp.zeros((M, E), weights.dtype).at[jnp.arange(M)[:, None], experts].set(weights)
+        return jnp.einsum("emd,me->md", outputs, combined.astype(x.dtype))
+    layout = grouped.block_layout(experts.reshape(-1), E)
+    rows = layout.scatter_repeated(x)
+    hidden = grouped.grouped_matmul_transposed(rows, into.reshape(E, -1, D), layout.group)
+    hidden = hidden.reshape(*hidden.shape[:2], *into.shape[1:-1])
+    hidden = _activate(hidden if into_bias is None else hidden + into_bias[layout.group][:, None], model)
+    outputs = grouped.grouped_matmul_transposed(hidden, out, layout.group)
+    outputs = layout.gather(outputs if out_bias is None else outputs + out_bias[layout.group][:, None])
+    return jnp.einsum("mxd,mx->md", outputs.reshape(M, X, D), weights.astype(x.dtype))
+
+
+def _activate(y: Float[Array, "*batch outputs F"] | Float[Array, "*batch F"], model: Architecture) -> Array:
+    """Applies the activation to up, or to gate and up if the MLP is gated."""
+    return activation(y[..., 0, :], model.mlp) * y[..., 1, :] if model.gated else activation(y, model.mlp)
+
+
+def _matvec(weights: Float[Array, "R *outputs D"], x: Float[Array, "R D"]) -> Array:
+    """Multiplies each row by its own matrix, as a reduction that XLA fuses with the gather of the matrices.
+
+    Returns:
+      [R, *outputs].
+    """
+    rows = x.reshape(x.shape[0], *[1] * (weights.ndim - 2), x.shape[1])
+    return (weights.astype(jnp.float32) * rows.astype(jnp.float32)).sum(-1).astype(x.dtype)

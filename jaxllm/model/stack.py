@@ -122,8 +122,7 @@ def run_layers_with_cache(
         (x, caches), _ = jax.lax.scan(repeat, (x, caches), (index, params["layers"]), unroll=model.unroll)
     tail = []
     for kind, layer, kv in zip(model.tail, params["tail"], cache["tail"], strict=True):
-        stacked_kv = jax.tree.map(lambda x: x[None], kv)
-        x, cached, _ = block(x, layer, kind, LayerCache(stacked_kv, 0, lengths, capacity))
+        x, cached, _ = block(x, layer, kind, LayerCache(kv, None, lengths, capacity))
         assert cached is not None
-        tail.append(jax.tree.map(lambda x: x[0], cached.arrays))
+        tail.append(cached.arrays)
     return x, {"layers": caches, "tail": tuple(tail)}

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm import architectures, programs
+from jaxllm.decode import weights
 from jaxllm.hardware import detect
 from jaxllm.ledger import rows
 from jaxllm.ledger.compiled import absent, inspection
@@ -214,8 +215,9 @@ def test_the_command_compiles_sampling():
 def test_decode_peak_is_the_ledgers(name, batch, context, device):
     model, named = architectures.ARCHITECTURES[name], detect.by_name(device)
     target = absent.require_compiler(named.name, named.compile_target)
-    figures = absent.inspect_program(programs.decode(model, batch, 8, context, jnp.bfloat16), target, 1).figures
     platform = "gpu" if device == "h100" else "tpu"
+    program = programs.decode(model, batch, 8, context, jnp.bfloat16, layout=weights.layout_for(platform))
+    figures = absent.inspect_program(program, target, 1).figures
     ledger = inference(model, batch, context, 128, "bfloat16", "bfloat16", platform=platform)
     peak = ledger.persistent_bytes + sum(row.bytes_per_device for row in ledger.rows if row.phase == rows.DECODE)
     assert peak == pytest.approx(figures["peak"], rel=2e-3 if platform == "gpu" else 0.03)
@@ -227,7 +229,7 @@ def test_peak_with_an_int8_cache_is_the_ledgers(phase, near):
     model, named = architectures.ARCHITECTURES["smollm2-360m"], detect.by_name("h100")
     batch, context, chunk = 4, 2048, 128
     made, width = (programs.decode, 8) if phase == rows.DECODE else (programs.prefill, chunk)
-    program = made(model, batch, width, context, jnp.bfloat16, jnp.int8)
+    program = made(model, batch, width, context, jnp.bfloat16, jnp.int8, weights.layout_for("gpu"))
     figures = absent.inspect_program(program, absent.require_compiler(named.name, named.compile_target), 1).figures
     wide, ledger = (
         inference(model, batch, context, chunk, "bf16", cache, platform="gpu") for cache in ("bf16", "int8")
@@ -249,7 +251,7 @@ def test_prefill_peak_on_a_tpu_is_the_ledgers(name, layers, batch, context, chun
     model = dataclasses.replace(architectures.ARCHITECTURES[name], vocab_size=1024, layers=layers)
     device = detect.by_name("v5e")
     dtype = jnp.int8 if cache == "int8" else jnp.bfloat16
-    program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, dtype, transposed=True)
+    program = programs.prefill(model, batch, chunk, context, jnp.bfloat16, dtype, weights.layout_for("tpu"))
     figures = absent.inspect_program(program, absent.require_compiler(device.name, device.compile_target), 1).figures
     how = {"platform": "tpu", "vector_memory": device.vector_memory}
     ledger = inference(model, batch, context, chunk, "bf16", cache, **how)

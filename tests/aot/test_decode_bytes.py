@@ -12,6 +12,7 @@ import pytest
 
 from jaxllm import architectures, programs
 from jaxllm.decode import generate, sampling
+from jaxllm.decode.weights import WeightLayout
 from jaxllm.hardware import detect
 from jaxllm.ledger.compiled import absent
 from jaxllm.model import layer_cache
@@ -29,10 +30,10 @@ def greedy(monkeypatch):
     monkeypatch.setattr(sampling.jax.lax, "cond", lambda wanted, yes, no: no())
 
 
-def compiled(model, made=programs.decode, width=8, cache=jnp.bfloat16, transposed=True):
+def compiled(model, made=programs.decode, width=8, cache=jnp.bfloat16, layout=WeightLayout.TPU):
     """Returns (bytes accessed, temporaries, bytes of the cache)."""
     device = detect.by_name("v5e")
-    program = made(model, BATCH, width, CAPACITY, jnp.bfloat16, cache, transposed)
+    program = made(model, BATCH, width, CAPACITY, jnp.bfloat16, cache, layout)
     target = absent.require_compiler(device.name, device.compile_target)
     executable = absent.compile_for(program, target, 1)
     cost = executable.cost_analysis()
@@ -71,7 +72,7 @@ def test_logits_that_went_through_memory_would_be_caught(monkeypatch):
 
 
 def test_projections_that_are_laid_out_anew_would_be_caught():
-    moved, temps, cache = compiled(WIDE, transposed=False)
+    moved, temps, cache = compiled(WIDE, layout=WeightLayout.TRAINING)
     assert moved > 1.4 * once(WIDE, cache)
     assert temps > 0.1 * cache
 

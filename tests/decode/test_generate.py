@@ -13,6 +13,7 @@ from jaxllm import programs
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import generate, state, weights
 from jaxllm.decode.sampling import SamplingOptions, make_params
+from jaxllm.decode.weights import WeightLayout
 from jaxllm.kernels.decode import common as decode_common
 from jaxllm.model import layer_cache, specs, transformer
 
@@ -31,9 +32,22 @@ def params_of(model):
 
 
 @functools.cache
+def arranged(model):
+    return weights.arrange(params_of(model), model, WeightLayout.PER_LAYER)
+
+
+def new_cache(model, batch, capacity, dtype):
+    return cache_lib.create(weights.model_in(model, WeightLayout.PER_LAYER), batch, capacity, dtype)
+
+
+def program_of(name, model, batch, width, capacity, **more):
+    return getattr(programs, name)(model, batch, width, capacity, FLOAT, layout=WeightLayout.PER_LAYER, **more)
+
+
+@functools.cache
 def compiled(name, model, batch, width, capacity, cache=None):
     more = {} if name == "decode_without_cache" else {"cache_dtype": cache or FLOAT}
-    return quickly(getattr(programs, name)(model, batch, width, capacity, FLOAT, **more))
+    return quickly(program_of(name, model, batch, width, capacity, **more))
 
 
 def quickly(program):
@@ -68,7 +82,7 @@ def prefilled(
 ):
     """Returns the state after prefill in chunks, padded on the right or the left."""
     run = run or compiled("prefill", model, len(prompts), chunk, capacity, cache)
-    cache = cache_lib.create(model, len(prompts), capacity, cache)
+    cache = new_cache(model, len(prompts), capacity, cache)
     current = state.start(model, cache, *columns(prompts, options, limit, ends))
     for begin in range(0, max(map(len, prompts)), chunk):
         tokens = np.full((len(prompts), chunk), 63, np.int32)  # padding is an ordinary token; only `valid` marks it
@@ -77,7 +91,7 @@ def prefilled(
             part = prompt[begin : begin + chunk]
             place = slice(chunk - len(part), None) if left else slice(len(part))
             tokens[row, place], valid[row, place] = part, True
-        current = run(params_of(model), current, tokens, valid)
+        current = run(arranged(model), current, tokens, valid)
     return current
 
 
@@ -85,7 +99,7 @@ def drain(decode, model, current):
     """Decodes to the end and returns (tokens of each row, final state)."""
     parts = []
     while not np.asarray(current.finished).all():
-        current, buffer = decode(params_of(model), current, np.int32(STEPS))
+        current, buffer = decode(arranged(model), current, np.int32(STEPS))
         parts.append(np.asarray(buffer))
     rows = np.concatenate(parts, axis=1)
     return [row[row != state.PAD].tolist() for row in rows], current
@@ -159,7 +173,7 @@ def test_positions_that_count_padding_would_be_caught(monkeypatch):
     monkeypatch.setattr(
         generate, "_positions", lambda lengths, valid: lengths[:, None] + jnp.arange(valid.shape[1])[None, :]
     )
-    run = quickly(programs.prefill(models.ROTARY, 2, 16, CAPACITY, FLOAT))
+    run = quickly(program_of("prefill", models.ROTARY, 2, 16, CAPACITY))
     prompts = [PROMPTS[0], PROMPTS[3]]
     decode = compiled("decode", models.ROTARY, 2, STEPS, CAPACITY)
     rows = drain(decode, models.ROTARY, prefilled(models.ROTARY, prompts, run=run, left=True))[0]
@@ -190,21 +204,21 @@ def scripted(monkeypatch, script):
 def test_each_end_id_ends_its_row_which_then_stays(monkeypatch):
     model, prompts = models.ROTARY, [PROMPTS[7], PROMPTS[7]]  # one token each: step i draws for position i
     scripted(monkeypatch, [[2] + [5] * 30, [5] * 8 + [7] + [5] * 22])
-    decode = quickly(programs.decode(model, 2, STEPS, CAPACITY, jnp.float32))
+    decode = quickly(program_of("decode", model, 2, STEPS, CAPACITY))
 
     current = prefilled(model, prompts, ends=(2, 7), chunk=1)
-    current, first = decode(params_of(model), current, np.int32(1))
+    current, first = decode(arranged(model), current, np.int32(1))
     frozen = jax.tree.map(np.array, current.replace(sampling=None))
     assert np.asarray(first)[:, 0].tolist() == [2, 5]
-    current, rest = decode(params_of(model), current, np.int32(STEPS))
+    current, rest = decode(arranged(model), current, np.int32(STEPS))
     assert np.asarray(rest)[0].tolist() == [state.PAD] * STEPS
     assert np.asarray(rest)[1].tolist() == [5] * 7 + [7] + [state.PAD] * 8
     assert np.asarray(current.reason).tolist() == [state.END, state.END]
     assert np.asarray(current.generated).tolist() == [1, 9]
     assert np.asarray(current.cache.lengths).tolist() == [1, 9]  # the end token itself is not fed to the model
     for before, after in zip(jax.tree.leaves(frozen.cache.kv), jax.tree.leaves(current.cache.kv), strict=True):
-        np.testing.assert_array_equal(after[:, 0], before[:, 0])
-        assert (np.asarray(after)[:, 1] != before[:, 1]).any()
+        np.testing.assert_array_equal(after[0], before[0])
+        assert (np.asarray(after)[1] != before[1]).any()
     assert int(current.next[0]) == int(frozen.next[0])
     np.testing.assert_array_equal(current.seen[0], frozen.seen[0])
 
@@ -265,26 +279,45 @@ def test_chunks_of_any_size_fill_an_int8_cache_alike():
         assert np.abs(np.asarray(x, np.float32) - np.asarray(y, np.float32)).max() <= 1, "rounding, of a step at most"
 
 
-def test_weights_that_are_turned_give_the_same_tokens():
+@pytest.mark.parametrize("layout", [WeightLayout.TRAINING, WeightLayout.TPU])
+def test_layouts_of_weights_give_the_same_tokens(layout):
     model, prompts = models.POST, PROMPTS[:2]
-    transposed = weights.to_tpu_layout(params_of(model))
+    held = weights.arrange(params_of(model), model, layout)
     run = {
-        name: quickly(getattr(programs, name)(model, 2, STEPS, CAPACITY, FLOAT, transposed=True))
+        name: quickly(getattr(programs, name)(model, 2, STEPS, CAPACITY, FLOAT, layout=layout))
         for name in ("prefill", "decode")
     }
-    fill = lambda _, *rest: run["prefill"](transposed, *rest)  # noqa: E731
-    loop = lambda _, *rest: run["decode"](transposed, *rest)  # noqa: E731
-    got, _ = drain(loop, model, prefilled(model, prompts, run=fill))
+    current = state.start(model, cache_lib.create(model, 2, CAPACITY, FLOAT), *columns(prompts, GREEDY, 32, ()))
+    tokens, valid = np.zeros((2, STEPS), np.int32), np.zeros((2, STEPS), bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)], valid[row, : len(prompt)] = prompt, True
+    current = run["prefill"](held, current, tokens, valid)
+    got, _ = drain(lambda _, *rest: run["decode"](held, *rest), model, current)
     assert got == with_cache(model, prompts)[0]
-    for x, y in zip(
-        jax.tree.leaves(weights.from_tpu_layout(transposed)), jax.tree.leaves(params_of(model)), strict=True
-    ):
+
+
+def test_weights_are_restored_from_the_layout_of_a_tpu():
+    held = weights.arrange(params_of(models.POST), models.POST, WeightLayout.TPU)
+    restored = weights.restore(held, WeightLayout.TPU)
+    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(params_of(models.POST)), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_arranging_weights_releases_each_source_and_changes_no_element(model):
+    params = jax.tree.map(jnp.copy, params_of(model))
+    held = weights.arrange(params, model, WeightLayout.PER_LAYER, release=True)
+    alive = [x for x in jax.tree.leaves(params) if not x.is_deleted()]
+    kept = {id(x) for x in jax.tree.leaves(held)}
+    assert all(id(x) in kept for x in alive)
+    assert sum(x.size for x in jax.tree.leaves(held)) == specs.parameter_count(model)
+    want = np.sort(np.concatenate([np.ravel(x) for x in jax.tree.leaves(params_of(model))]))
+    np.testing.assert_array_equal(np.sort(np.concatenate([np.ravel(x) for x in jax.tree.leaves(held)])), want)
+    assert weights.arrange(held, model, WeightLayout.PER_LAYER) is held
 
 
 def test_one_seed_gives_each_prompt_its_own_noise():
     # Two prompts with the same ending and a constant model: only the noise can make their tokens differ.
-    flat = jax.tree.map(jnp.zeros_like, params_of(models.ROTARY))
+    flat = jax.tree.map(jnp.zeros_like, arranged(models.ROTARY))
     decode = compiled("decode", models.ROTARY, 2, STEPS, CAPACITY)
 
     def tokens(*prompts):
@@ -325,7 +358,7 @@ def test_the_cache_is_updated_in_place(name, pattern):
     # A long context makes the cache larger than everything else. With rings, prefill overwrites slots that it reads;
     # some versions of XLA copy there, at most the bytes of a ring.
     model = dataclasses.replace(models.ROTARY, context_length=8192, layers=5, pattern=(pattern, "full"), window=1024)
-    program = getattr(programs, name)(model, 2, 8, 8192, jnp.float32)
+    program = program_of(name, model, 2, 8, 8192)
     memory = program.compile().memory_analysis()
     cache = program.inputs[1].cache.nbytes
     assert memory.alias_size_in_bytes >= cache
@@ -333,7 +366,7 @@ def test_the_cache_is_updated_in_place(name, pattern):
 
 
 def test_a_cache_that_is_not_donated_would_be_caught():
-    program = programs.decode(models.ROTARY, 2, 8, CAPACITY, jnp.float32)
+    program = program_of("decode", models.ROTARY, 2, 8, CAPACITY)
     undonated = jax.jit(program.jitted.__wrapped__).lower(*program.inputs).compile().memory_analysis()
     assert undonated.alias_size_in_bytes < program.inputs[1].cache.nbytes
 
@@ -342,7 +375,7 @@ def test_a_ring_off_by_one_would_be_caught(monkeypatch):
     right = decode_common.slot_positions
     monkeypatch.setattr(decode_common, "slot_positions", lambda lengths, slots: right(lengths, slots) + 1)
     model = models.SLIDING
-    wrong_prefill = quickly(programs.prefill(model, 2, 16, CAPACITY, jnp.float32))
-    wrong_decode = quickly(programs.decode(model, 2, STEPS, CAPACITY, jnp.float32))
+    wrong_prefill = quickly(program_of("prefill", model, 2, 16, CAPACITY))
+    wrong_decode = quickly(program_of("decode", model, 2, STEPS, CAPACITY))
     got, _ = drain(wrong_decode, model, prefilled(model, PROMPTS[:2], run=wrong_prefill))
     assert got != without_cache(model, PROMPTS[:2])[0]

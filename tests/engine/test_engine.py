@@ -25,9 +25,13 @@ GREEDY = SampleRequest(max_new_tokens=24, sampling=SamplingOptions(temperature=0
 WARM = SampleRequest(max_new_tokens=24, sampling=SamplingOptions(temperature=1.0, seed=3))
 
 
+def params_of(model):
+    return specs.initialize(specs.param_specs(model), jax.random.key(0), jnp.float32)
+
+
 @functools.cache
 def generator(**kwargs):
-    params = specs.initialize(specs.param_specs(MODEL), jax.random.key(0), jnp.float32)
+    params = params_of(MODEL)
     return Generator(MODEL, params, ByteTokenizer(), jnp.float32, **{"chunk": 8, "steps": 4} | kwargs)
 
 
@@ -148,7 +152,7 @@ def test_errors_of_prompts_and_tokenizers():
 
 def test_capacity_is_a_power_of_two_within_the_context():
     long = dataclasses.replace(MODEL, context_length=1000)
-    made = Generator(long, {}, ByteTokenizer(), jnp.float32)
+    made = Generator(long, params_of(long), ByteTokenizer(), jnp.float32)
     assert [made.capacity_for(n, 10) for n in (1, 118, 119, 500, 999)] == [128, 128, 256, 512, 1000]
 
 
@@ -156,7 +160,7 @@ def test_a_begin_token_stands_before_the_prompt():
     class Begins(ByteTokenizer):
         bos_id = 256
 
-    made = Generator(MODEL, {}, Begins(), jnp.float32)
+    made = Generator(MODEL, params_of(MODEL), Begins(), jnp.float32)
     np.testing.assert_array_equal(made.encode("a"), [256, 97])
     np.testing.assert_array_equal(made.encode(""), [256])
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxllm import programs
 from jaxllm.config import Architecture, Config
 from jaxllm.decode import cache as cache_lib
+from jaxllm.decode import weights
 from jaxllm.ledger.compiled import collectives as collectives_lib
 from jaxllm.ledger.compiled import hlo, matmuls
 from jaxllm.ledger.formula.exact.formats import AUTO
@@ -70,7 +71,8 @@ def task_programs(
         step_spec = programs.make_step_spec(config, model, platform)
         return {"train_step": programs.train_step(config, step_spec, mesh)}  # type: ignore[arg-type]
     dtype = policy_for("auto", platform).compute_dtype
-    cache_spec = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), platform == "tpu")
+    layout = weights.layout_for(platform)
+    cache_spec = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), layout)
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *cache_spec),
         "decode": programs.decode(model, sampling.batch, sampling.steps, *cache_spec),

@@ -3,15 +3,12 @@
 import dataclasses
 from collections.abc import Iterable
 
-import jax
-
 from jaxllm.config import Architecture
+from jaxllm.config import experts as experts_choice
+from jaxllm.ledger.formula.exact.block_graph import rows_of_experts
 from jaxllm.ledger.formula.exact.run import FLOAT32
 from jaxllm.ledger.rows import Row
-from jaxllm.model.specs import cache_slots, is_spec, param_specs
-
-# Name of the row of weights sliced from their stacks before matmuls read them.
-SLICED_WEIGHTS = "weights of one repeat"
+from jaxllm.model.specs import cache_slots, leaves, param_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +65,6 @@ class Pass:
         return self.count * self.model.width * self.c
 
     @property
-    def slices_weights(self) -> bool:
-        """True if accelerators slice weights from the stacks; weights of long layer patterns are read in place."""
-        return len(self.model.pattern) <= 2
-
-    @property
     def wraps(self) -> bool:
         """True if ring-buffer layers take in several tokens: they read old slots and write new ones separately."""
         rings = (self.slots(kind) < self.capacity for kind in self.model.pattern)
@@ -83,10 +75,16 @@ class Pass:
         return cache_slots(self.model, kind, self.capacity) if self.cached else self.capacity
 
     @property
+    def key_counts(self) -> list[int]:
+        """Keys per query in each kind of layer, without repetition, the most first."""
+        held = {self.slots(kind) for kind in {*self.model.pattern, *self.model.tail}}
+        extra = self.tokens if self.tokens > 1 else 0  # a ring buffer's old slots and the new tokens
+        return sorted((slots + (extra if slots < self.capacity else 0) for slots in held), reverse=True)
+
+    @property
     def keys(self) -> int:
         """Keys per query, in the kind of layer that has the most."""
-        wide = [self.slots(kind) for kind in {*self.model.pattern, *self.model.tail}]
-        return max(held + (self.tokens if held < self.capacity and self.tokens > 1 else 0) for held in wide)
+        return self.key_counts[0]
 
     @property
     def scores(self) -> int:
@@ -104,9 +102,32 @@ class Pass:
         rings = sum(held for kind in self.model.pattern if (held := self.slots(kind)) < self.capacity)
         return 2 * self.model.repeats * self.batch * self.model.kv_heads * self.model.head_dim * rings * self.c
 
-    def weight_bytes(self, *names: str) -> int:
-        """Returns the compute-dtype bytes of one repeat of the layer pattern: all weights, or the named arrays."""
-        layers = param_specs(self.model)["layers" if self.model.repeats else "tail"]
-        found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=is_spec)
-        size = sum(spec.size for path, spec in found if not names or path[-1].key in names)
-        return size // max(self.model.repeats, 1) * self.c
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's weights in the compute dtype."""
+        layers = param_specs(self.model)["layers" if self.model.repeats else "tail"][0]
+        return sum(spec.size for spec in leaves(layers)) // max(self.model.repeats, 1) * self.c
+
+
+def experts_elements(one: Pass) -> int:
+    """Returns the elements of the temporaries of one layer's experts.
+
+    In blocks of tokens, they include the sliced matrix of one expert.
+    """
+    model = one.model
+    rows, terms = one.count * model.experts_per_token, 3 if model.gated else 2
+    method = experts_choice.method(one.count, model.experts_per_token, model.experts)
+    if method != experts_choice.BLOCKS:
+        rows = rows if method == experts_choice.CHOSEN else one.count * model.experts
+        return rows * (terms * model.mlp_width + model.width)
+    slots, into = rows_of_experts(rows, model.experts), (terms - 1) * model.mlp_width
+    return slots * max(model.width + into, into + model.mlp_width) + into * model.width
+
+
+def matrix_elements(model: Architecture, head: bool) -> int:
+    """Returns the elements of all weights that the layers' matmuls read, and with `head` of the output head."""
+    specs = param_specs(model)
+    groups = ["layers", "tail"]
+    if head:
+        groups.append("embed" if model.tied_embeddings else "head")
+    return sum(spec.size for group in groups for spec in leaves(specs[group]))

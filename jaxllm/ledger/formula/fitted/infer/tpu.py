@@ -1,4 +1,4 @@
-"""Memory rules for prefill in a TPU's HBM, beside weights and cache.
+"""Memory rules for prefill and decode in a TPU's HBM, beside weights and cache.
 
 The rules come from the buffer assignments of programs for a v5e, v5p and v6e (libtpu of JAX 0.10.2). Layers run one
 after another, so only the largest of attention, MLP, the copy of a table and token sampling counts. Not checked against
@@ -12,10 +12,10 @@ from jaxllm.config import Architecture
 from jaxllm.ledger.formula.exact import formats, tpu_tiles
 from jaxllm.ledger.formula.exact.block_graph import rows_of_experts
 from jaxllm.ledger.formula.exact.run import FLOAT32
-from jaxllm.ledger.formula.fitted.infer.forward_pass import Array, size_of
+from jaxllm.ledger.formula.fitted.infer.forward_pass import Array, Pass, size_of
 from jaxllm.ledger.formula.fitted.infer.tpu_attention import attention
 from jaxllm.ledger.formula.fitted.infer.tpu_pass import Prefill, array, cache_arrays
-from jaxllm.ledger.rows import PERSISTENT, PREFILL, Row
+from jaxllm.ledger.rows import DECODE, PERSISTENT, PREFILL, Row
 from jaxllm.model.specs import leaves, param_specs
 
 _BFLOAT16 = 2
@@ -66,6 +66,19 @@ def prefill_rows(
     return [each.row(phase) for each in made]
 
 
+def decode_rows(one: Pass) -> list[Row]:
+    """Returns the row of one layer's MLP or of token sampling; attention is a kernel without temporaries."""
+    model = one.model
+    if model.experts:
+        mlp = _experts_bytes(model, one.count, one.c) + 4 * one.hidden
+    else:
+        mlp = (3 if model.gated else 2) * one.count * model.mlp_width * one.c + 2 * one.hidden
+    sampling = one.batch * model.vocab_size * (_CHOICE * FLOAT32 + 1)
+    formula = f"{one.batch} × {model.vocab_size:,} × {_CHOICE * FLOAT32 + 1} B"
+    arrays = [Array("one layer's MLP", mlp, f"{mlp:,} B"), Array("logits and sampling", sampling, formula, "logits")]
+    return [max(arrays, key=lambda each: each.size).row(DECODE)]
+
+
 def _live_in_all_layers(one: Prefill) -> Iterator[Array]:
     """Yields the arrays computed before the loop over layers and alive throughout it."""
     if one.c == FLOAT32:
@@ -82,12 +95,18 @@ def _mlp(one: Prefill) -> list[Array]:
     model = one.model
     hidden = array("hidden states", (one.count, model.width), one.c)
     if model.experts:
-        slots = rows_of_experts(one.count * model.experts_per_token, model.experts)
-        size = slots * (2 * model.width + 3 * model.mlp_width) * one.c + 4 * hidden.size
-        return [Array("experts of one layer", size, f"{slots:,} rows of experts, {size:,} B")]
+        size = _experts_bytes(model, one.count, one.c) + 4 * hidden.size
+        return [Array("experts of one layer", size, f"{size:,} B")]
     names = ("gate of one MLP", "up of one MLP") if model.gated else ("up of one MLP",)
     inner = [array(name, (one.count, model.mlp_width), one.c) for name in names]
     return one.in_hbm([*inner, hidden, dataclasses.replace(hidden, name="hidden states, normed")])
+
+
+def _experts_bytes(model: Architecture, tokens: int, c: int) -> int:
+    """Returns the bytes of all arrays of one layer's experts, whose blocks are those of training."""
+    return (
+        rows_of_experts(tokens * model.experts_per_token, model.experts) * (2 * model.width + 3 * model.mlp_width) * c
+    )
 
 
 def _table(one: Prefill) -> list[Array]:
