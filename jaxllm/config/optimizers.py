@@ -205,8 +205,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
         _muon,
         (
             Slot("momentum of matrices", _of_matrices),
-            Slot("m of what is no matrix", _of_others),
-            Slot("v of what is no matrix", _of_others),
+            Slot("m of other parameters", _of_others),
+            Slot("v of other parameters", _of_others),
         ),
         ((), (), (3,)),
         orthogonalizes=True,

@@ -73,7 +73,7 @@ def test_only_adafactor_on_one_device_keeps_squares_over_micro_batches():
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA of JAX 0.12 keeps none of it")
 def test_a_model_without_a_loop_makes_more_in_its_forward_pass():
     loop, none = (dataclasses.replace(BASE, unroll=unroll) for unroll in (1, BASE.layers))
-    name = "saved for gradients of unrolled layers"
+    name = "gradient inputs, unrolled layers"
     assert name not in phase(run(), BOUNDARY, loop)
     assert phase(run(), BOUNDARY, none)[name] > 0
     assert training(none, run(), "fp32").peak_bytes > training(loop, run(), "fp32").peak_bytes

@@ -78,7 +78,7 @@ def _unrolled(run: TrainingRun) -> Iterator[Held]:
     mask = one.values["attn_probs"].bytes if "attn_probs" in kept else 0
     size = model.layers * sum(sizes) + mask
     formula = f"{size:,} B, of {model.layers} layers"
-    yield Row("saved for gradients of unrolled layers", "workspace", BOUNDARY, size, formula), []
+    yield Row("gradient inputs, unrolled layers", "workspace", BOUNDARY, size, formula), []
 
 
 def backward_rows(run: TrainingRun) -> Iterator[Row]:
