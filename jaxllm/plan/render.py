@@ -2,11 +2,13 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.advice.remedies import Remedy
@@ -16,6 +18,7 @@ from jaxllm.plan.inference import InferenceEstimate, InferenceResult
 from jaxllm.plan.training import TrainingEstimate, TrainingResult
 
 WIDTH = 100
+Columns = Mapping[str, Sequence[str]]  # header -> cells
 LARGEST = 5  # rows listed if nothing fits
 
 
@@ -35,8 +38,40 @@ class Output:
         wraps = "\\\n" in text  # a command over several lines
         self.console.print(text, highlight=False, markup=False, width=self._width, soft_wrap=wraps)
 
-    def show(self, table: Table) -> None:
+    def show(self, title: str, table: Table) -> None:
+        self.console.print(Text(title, style="italic"), width=self._width)
         self.console.print(table, width=self._width)
+
+    def show_candidates(self, title: str, columns: Columns, optional: Sequence[str], left: Sequence[str]) -> list[str]:
+        """Prints a table with one row per candidate and no wrapped rows.
+
+        Args:
+          title: the line above the table.
+          columns: header -> cells.
+          optional: headers to omit, first ones first, as far as the terminal is too narrow for them.
+          left: headers of columns aligned left.
+
+        Returns:
+          The headers that were omitted.
+        """
+        for omitted in range(len(optional) + 1):
+            kept = {name: cells for name, cells in columns.items() if name not in optional[:omitted]}
+            table = _table()
+            for name in kept:
+                table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+            for number, cells in enumerate(zip(*kept.values(), strict=True)):
+                table.add_row(*cells, style=None if number else "bold")
+            if Measurement.get(self.console, self.console.options.update(max_width=1000), table).maximum <= self._width:
+                break
+        self.show(title, table)
+        return list(optional[:omitted])
+
+    def say_column(self, name: str, cells: Sequence[str]) -> None:
+        """Prints on one line what the candidates have in a column; once if all agree."""
+        if len(set(cells)) == 1:
+            self.say(f"{name}: {cells[0]}")
+        else:
+            self.say(f"{name}: " + "; ".join(f"{number} {each}" for number, each in enumerate(cells, 1)))
 
     @property
     def _width(self) -> int:
@@ -53,26 +88,15 @@ def show_training(result: TrainingResult, confirmation: Confirmation[TrainingEst
     base, best = result.space.base, confirmation.remaining(result.fitting)
     tokens = base.train.batch_size * base.data.sequence_length
     title = f"plan: train {base.model.name} on {result.space.count} × {result.device.name}, {tokens:,} tokens per step"
-    table = _table(title)
     compiled = {estimate.choice: peak for estimate, peak in confirmation.compiled}
     shown = best[: output.top]
-    offloads = any(estimate.choice.offload != "none" for estimate in shown)
     letters = _letters([estimate.choice.remat for estimate in shown])
-    # The offload column is omitted if no candidate offloads; the chunks column if the others need its width.
-    chunks = not (compiled and offloads)
-    left = ["mesh", "ZeRO", "remat", "rows", *(["chunks"] if chunks else []), *(["offload"] if offloads else [])]
-    right = ["peak", *(["compiled"] if compiled else []), "step ≥", "tokens/s"]
-    table.add_column("", justify="right", no_wrap=True)
-    for column in left:
-        table.add_column(column, no_wrap=True)
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("bound", overflow="fold")
+    columns: dict[str, list[str]] = {}
     for number, estimate in enumerate(shown, 1):
         choice = estimate.choice
         rows = base.train.batch_size // (choice.accumulate * choice.replica * choice.data)
-        peak = compiled.get(choice)
         cells = {
+            "": str(number),
             "mesh": f"{choice.replica}×{choice.data}×{choice.tensor}",
             "ZeRO": str(choice.zero),
             "remat": letters.get(choice.remat, choice.remat),
@@ -80,21 +104,32 @@ def show_training(result: TrainingResult, confirmation: Confirmation[TrainingEst
             "chunks": f"{choice.attention_chunk or 'all'}/{choice.loss_chunk}",
             "offload": choice.offload,
             "peak": format_bytes(estimate.peak_bytes),
-            "compiled": "" if peak is None else format_bytes(peak),
+            "compiled": format_bytes(compiled[choice]) if choice in compiled else "",
             "step ≥": format_si(estimate.seconds, "s") + ("*" if estimate.unknown else ""),
             "tokens/s": _rate(tokens / estimate.seconds),
+            "bound": estimate.bound,
         }
-        style = "bold" if number == 1 else None
-        table.add_row(str(number), *(cells[name] for name in (*left, *right)), estimate.bound, style=style)
+        for name, cell in cells.items():
+            columns.setdefault(name, []).append(cell)
+    if not compiled:
+        columns.pop("compiled", None)
+    if all(estimate.choice.offload == "none" for estimate in shown):
+        columns.pop("offload", None)
     if best:
-        output.show(table)
+        optional = [name for name in ("bound", "chunks", "offload", "ZeRO") if name in columns]
+        omitted = output.show_candidates(
+            title, columns, optional, ("mesh", "ZeRO", "remat", "rows", "chunks", "offload", "bound")
+        )
         for policy, letter in letters.items():
             output.say(f"{letter}: {policy.partition(':')[2]}")
         output.say("mesh: replica × data × tensor; rows: sequences per device and micro-batch × micro-batches")
-        if chunks:
+        if "chunks" in columns:
             output.say("chunks: queries per chunk of attention scores / tokens per chunk of logits")
         output.say("tokens/s: upper bound for all devices together; offload: optimizer state in host memory")
-        _show_dtypes(shown, output)
+        for name in omitted:
+            output.say_column(name, columns[name])
+        dtypes = [f"{estimate.choice.precision}, moments {estimate.choice.moment_dtype}" for estimate in shown]
+        output.say_column("precision", dtypes)
         for why in dict.fromkeys(estimate.unknown for estimate in shown if estimate.unknown):
             output.say(f"* excludes a resource whose rate is unknown: {why}")
     for estimate, why in confirmation.dropped:
@@ -113,41 +148,36 @@ def _letters(policies: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _show_dtypes(shown: Sequence[TrainingEstimate], output: Output) -> None:
-    """Prints the precision and moment dtype of the candidates, on one line if all agree."""
-    dtypes = [f"{estimate.choice.precision}, moments {estimate.choice.moment_dtype}" for estimate in shown]
-    if len(set(dtypes)) == 1:
-        output.say(f"precision: {dtypes[0]}")
-    else:
-        output.say("precision: " + "; ".join(f"{number} {each}" for number, each in enumerate(dtypes, 1)))
-
-
 def show_inference(result: InferenceResult, confirmation: Confirmation[InferenceEstimate], output: Output) -> None:
     """Prints the best candidates of a search over sampling setups, best first. Arguments as in `show_training`."""
-    table = _table(f"plan: sample from {result.space.name} on {result.device.name}")
     best = confirmation.remaining(result.fitting)[: output.top]
     compiled = {estimate.choice: peak for estimate, peak in confirmation.compiled}
-    columns = ["", "weights", "cache", "sequences", "context", "peak", *(["compiled"] if compiled else [])]
-    for column in (*columns, "tokens/s ≤", "each", "prompts ≥"):
-        table.add_column(column, justify="left" if column in ("weights", "cache") else "right", no_wrap=True)
-    table.add_column("bound")
+    columns: dict[str, list[str]] = {}
     for number, estimate in enumerate(best, 1):
         choice, known = estimate.choice, not estimate.unknown
-        peaks = [format_bytes(estimate.peak_bytes)]
-        if compiled:
-            peaks.append(format_bytes(compiled[choice]) if choice in compiled else "")
-        table.add_row(
-            *(str(number), choice.weights, choice.cache, str(choice.batch), f"{choice.context:,}"),
-            *peaks,
-            f"{estimate.tokens_per_second:,.0f}" if known else "unknown",
-            f"{1 / estimate.seconds:,.1f}" if known else "unknown",
-            format_si(estimate.prefill_seconds, "s") if known else "unknown",
-            estimate.bound,
-            style="bold" if number == 1 else None,
-        )
+        cells = {
+            "": str(number),
+            "weights": choice.weights,
+            "cache": choice.cache,
+            "sequences": str(choice.batch),
+            "context": f"{choice.context:,}",
+            "peak": format_bytes(estimate.peak_bytes),
+            "compiled": format_bytes(compiled[choice]) if choice in compiled else "",
+            "tokens/s ≤": f"{estimate.tokens_per_second:,.0f}" if known else "unknown",
+            "each": f"{1 / estimate.seconds:,.1f}" if known else "unknown",
+            "prompts ≥": format_si(estimate.prefill_seconds, "s") if known else "unknown",
+            "bound": estimate.bound,
+        }
+        for name, cell in cells.items():
+            columns.setdefault(name, []).append(cell)
+    if not compiled:
+        columns.pop("compiled", None)
     if best:
-        output.show(table)
+        title = f"plan: sample from {result.space.name} on {result.device.name}"
+        omitted = output.show_candidates(title, columns, ("bound", "context", "cache"), ("weights", "cache", "bound"))
         output.say("each: tokens/s of one sequence; prompts: prefill of full-context prompts for all sequences")
+        for name in omitted:
+            output.say_column(name, columns[name])
         for why in dict.fromkeys(estimate.unknown for estimate in best if estimate.unknown):
             output.say(f"unknown: {why}")
     for estimate, why in confirmation.dropped:
@@ -184,7 +214,8 @@ def show_nothing_fits(closest: str, ledger: Ledger, budget: int, remedies: Seque
 
 def show_bills(train: Ledger, infer: Ledger, device: Device, output: Output) -> None:
     """Prints the peak memory of one device for training and for inference side by side, by kind of row."""
-    table = _table(f"{train.model}, {train.parameters:,} parameters: memory of one {device.name} at the peak")
+    title = f"{train.model}, {train.parameters:,} parameters: memory of one {device.name} at the peak"
+    table = _table()
     table.add_column("")
     table.add_column(f"training, {train.count} device(s)", justify="right")
     table.add_column("inference, 1 device", justify="right")
@@ -195,7 +226,7 @@ def show_bills(train: Ledger, infer: Ledger, device: Device, output: Output) -> 
     table.add_row("peak", format_bytes(train.peak_bytes), format_bytes(infer.peak_bytes), style="bold")
     if train.host_bytes:
         table.add_row("in host memory", format_bytes(train.host_bytes), "")
-    output.show(table)
+    output.show(title, table)
 
 
 def _by_kind(ledger: Ledger) -> dict[str, int]:
@@ -219,5 +250,5 @@ def show_commands(commands: Sequence[Sequence[str]], output: Output) -> None:
         output.say(" \\\n".join([*lines, line]))
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

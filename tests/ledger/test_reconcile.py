@@ -146,6 +146,19 @@ def test_the_bill_fits_100_columns_and_says_so():
         assert part in text
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_no_row_of_a_bill_wraps(width):
+    long = "2 × 32 layers × 1 × 8,192 tokens × 8 heads × 128 × 2 B"
+    rows = (*ROWS, Row("weights of one repeat, dequantized", "KV cache", PERSISTENT, 2**30, long))
+    text = shown(terminal.show_bill, Ledger("train", "tiny", 100, "a device", 1, rows, 10_000), HOST, width=width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    (row,) = (line for line in lines if line.startswith("weights of one repeat, dequantized"))
+    assert row.split()[-4:-1] == ["[1]", "1.00", "GiB"]
+    assert f"[1] {long}" in lines
+    assert not [line for line in lines if line.startswith(" ") and line.strip()], "a line that continues a row"
+
+
 def test_a_bill_that_does_not_fit_says_by_how_much():
     small = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
     assert "does not fit: needs 1.17 KiB, has 1,000 B; 200 B over" in shown(terminal.show_bill, small, HOST)

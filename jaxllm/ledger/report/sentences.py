@@ -6,18 +6,22 @@ from jaxllm.ledger.rows import Ledger, Unknown, format_bytes, format_si
 
 
 class Footnotes:
-    """Numbered footnotes with the reasons of unknown figures, each reason once."""
+    """Numbered footnotes, each once: the reasons of unknown figures, and arithmetic too long for its column."""
 
     def __init__(self) -> None:
-        self.reasons: list[str] = []
+        self.texts: list[str] = []
 
     def mark(self, figure: Any, text: str) -> str:
         """Returns `text`, or `unknown` with the number of its reason if the figure is unknown."""
         if not isinstance(figure, Unknown):
             return text
-        if figure.why not in self.reasons:
-            self.reasons.append(figure.why)
-        return f"unknown [{self.reasons.index(figure.why) + 1}]"
+        return f"unknown {self.number(figure.why)}"
+
+    def number(self, text: str) -> str:
+        """Adds a footnote and returns its number in brackets."""
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"[{self.texts.index(text) + 1}]"
 
 
 def _format_figure(notes: Footnotes | None, figure: Unknown) -> str:

@@ -1,8 +1,12 @@
-"""Terminal output of the ledger: tables of at most 100 columns. A footnote gives the reason of each unknown figure."""
+"""Terminal output of the ledger: tables of at most 100 columns.
+
+Footnotes give the reasons of unknown figures, and the arithmetic that would wrap in its column.
+"""
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.compiled.inspection import Inspection
@@ -19,15 +23,14 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     """Prints the persistent rows, the rows of the peak phase, their sum, and whether it fits the device."""
     notes = Footnotes()
     title = f"ledger: {ledger.task} {ledger.model}, {told_parameters(ledger)}, {ledger.count} × {device.name}"
-    table = _table(title)
-    width = min(WIDTH, console.width)
-    # Names and figures stay on one line. At 80 columns only arithmetic longer than about 27 characters wraps.
-    names = max(len(row.name) for row in ledger.rows)
+    table = _table()
+    peak = ledger.peak_phase
+    names = max(len(name) for name in (*(row.name for row in ledger.rows), f"sum: {PERSISTENT}", f"sum: {peak}"))
+    space = min(WIDTH, console.width) - names - _BYTES_WIDTH - _PERCENT_WIDTH - 3 * _GAP
     table.add_column("memory of one device", no_wrap=True, min_width=names)
-    table.add_column("how", overflow="fold", max_width=width - names - _BYTES_WIDTH - _PERCENT_WIDTH - 3 * _GAP)
+    table.add_column("how", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True, min_width=_BYTES_WIDTH)
     table.add_column("%", justify="right", no_wrap=True, min_width=_PERCENT_WIDTH)
-    peak = ledger.peak_phase
 
     def share(size: int, phase: str) -> str:
         return "" if phase == HOST or not ledger.peak_bytes else f"{100 * size / ledger.peak_bytes:.0f}"
@@ -36,7 +39,8 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
         for row in ledger.rows:
             if row.phase == phase:
                 size = row.bytes_per_device
-                table.add_row(row.name, row.derivation, format_bytes(size), share(size, phase))
+                how = row.derivation if len(row.derivation) <= space else notes.number(row.derivation)
+                table.add_row(row.name, Text(how), format_bytes(size), share(size, phase))
         total = ledger.phase_bytes(phase)
         cells = (f"sum: {phase}", "", format_bytes(total), share(total, phase))
         table.add_row(*cells, style="bold", end_section=True)
@@ -46,7 +50,7 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     table.add_row("peak", "", format_bytes(ledger.peak_bytes), "", style="bold", end_section=True)
     if ledger.host_bytes:
         add(HOST)
-    console.print(table, width=width)
+    _show(console, title, table)
     _say(console, largest_first(ledger))
     others = [phase for phase in PHASES if phase not in (PERSISTENT, peak, HOST) and ledger.phase_bytes(phase)]
     if others:
@@ -63,19 +67,19 @@ def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
 
 def show_comparison(train: Ledger, infer: Ledger, console: Console) -> None:
     """Prints memory and work of training and inference side by side."""
-    table = _table(f"training beside inference: {train.model}, memory of one device where it is fullest")
+    table = _table()
     table.add_column("", no_wrap=True)
     table.add_column("training", justify="right", overflow="fold")
     table.add_column("inference", justify="right", overflow="fold")
     for line in comparison.lines(train, infer):
         table.add_row(line.name, line.train, line.infer, style="bold" if line.name in ("peak", "fits") else "")
-    console.print(table, width=min(WIDTH, console.width))
+    _show(console, f"training beside inference: {train.model}, memory of one device where it is fullest", table)
 
 
 def show_reconciliation(result: Reconciliation, console: Console) -> None:
     """Prints all columns of a reconciliation and the relative gap of the formula to each."""
     notes = Footnotes()
-    table = _table("reconciliation: bytes on one device, and (formula − column) / column")
+    table = _table()
     table.add_column("", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right")
@@ -86,7 +90,7 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
             shown_gap = "" if column == "formula" or isinstance(gap, Unknown) else f" {gap:+.1%}"
             cells.append(notes.mark(value, f"{format_bytes(value)}{shown_gap}"))
         table.add_row(figure.name, *cells)
-    console.print(table, width=min(WIDTH, console.width))
+    _show(console, "reconciliation: bytes on one device, and (formula − column) / column", table)
     _footnotes(console, notes)
 
 
@@ -101,7 +105,7 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
     if inspection.oom_message:
         _say(console, f"{name}, compiled: does not fit. Compiler: {inspection.oom_message}")
         return
-    table = _table(f"{name}, compiled in {inspection.seconds:.1f} s")
+    table = _table()
     table.add_column("", no_wrap=True)
     table.add_column("compiled", justify="right", no_wrap=True)
     table.add_column("formula", justify="right", no_wrap=True)
@@ -114,7 +118,7 @@ def show_inspection(name: str, inspection: Inspection, ledger: Ledger, console: 
         if formula and not isinstance(figure, Unknown) and figure:
             formula += f" ({(need - figure) / figure:+.1%})"
         table.add_row(label, notes.mark(figure, format_bytes(figure)), formula)
-    console.print(table, width=min(WIDTH, console.width))
+    _show(console, f"{name}, compiled in {inspection.seconds:.1f} s", table)
     _say(console, _compiled_verdict(inspection, ledger, notes))
     _collectives(inspection, notes, console)
     _say(console, _matmul_line(inspection, notes))
@@ -139,7 +143,7 @@ def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> 
     if not found:
         _say(console, "No collectives.")
         return
-    table = _table("collectives of one device; sent: in a ring")
+    table = _table()
     table.add_column("", no_wrap=True)
     for column in ("dtype", "devices", "runs", "operands", "results", "sent"):
         table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
@@ -153,7 +157,7 @@ def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> 
         sizes = (row[name] for name in ("operand_bytes", "result_bytes", "ring_bytes"))
         cells = (row["dtype"], str(row["devices"]), f"{some}{row['count']:,}", *map(format_bytes, sizes))
         table.add_row(row["op"], *cells)
-    console.print(table, width=min(WIDTH, console.width))
+    _show(console, "collectives of one device; sent: in a ring", table)
 
 
 def _matmul_line(inspection: Inspection, notes: Footnotes) -> str:
@@ -168,10 +172,15 @@ def _matmul_line(inspection: Inspection, notes: Footnotes) -> str:
     return told
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+def _table() -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.padding = (0, 1, 0, 0)
     return table
+
+
+def _show(console: Console, title: str, table: Table) -> None:
+    console.print(Text(title, style="italic"), width=min(WIDTH, console.width))
+    console.print(table, width=min(WIDTH, console.width))
 
 
 def _say(console: Console, text: str) -> None:
@@ -179,5 +188,5 @@ def _say(console: Console, text: str) -> None:
 
 
 def _footnotes(console: Console, notes: Footnotes) -> None:
-    for number, reason in enumerate(notes.reasons, 1):
+    for number, reason in enumerate(notes.texts, 1):
         _say(console, f"[{number}] {reason}")
