@@ -60,8 +60,7 @@ def arrange(params: Any, model: Architecture, layout: WeightLayout, release: boo
     """Converts weights from the layout of training to another one.
 
     Args:
-      params: Parameter tree of `model` or of `model_in(model, layout)`. For PER_LAYER also a result of this function,
-        which is returned as it is.
+      params: Parameter tree of `model`, or of `model_in(model, layout)`.
       model: Architecture of the model.
       layout: The layout.
       release: Whether to delete each source array as soon as it is converted, so that at most one array (one stack, if
@@ -71,8 +70,6 @@ def arrange(params: Any, model: Architecture, layout: WeightLayout, release: boo
         return params
     if layout is WeightLayout.TPU:
         return _move_axis(params, -3, -1)
-    if params["tail"] and "qkv" in params["tail"][0]["attn"]:
-        return params
     if params["layers"]:
         params = _unstack(params, model, release)
     layers = []

@@ -1,5 +1,6 @@
 """Text generator on the host: batches and prefills prompts, runs the decode loop and decodes tokens to text."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from jaxllm.decode.state import DecodeState
 from jaxllm.engine.request import Result, SampleRequest, Times, check, options_of
 from jaxllm.engine.stop_strings import StopStream
 from jaxllm.errors import UserError
+from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import StreamDecoder, Tokenizer
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.compiled import inspection
@@ -71,6 +73,23 @@ def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
     return min(1 << (needed - 1).bit_length(), model.context_length)
 
 
+@dataclasses.dataclass(frozen=True)
+class InferenceWeights:
+    """Weights in the layout of inference on this machine."""
+
+    tree: Any
+
+
+def load_weights(opened: Pretrained, dtype: jax.typing.DTypeLike) -> InferenceWeights:
+    """Loads a model's weights in the layout of inference on this machine, with at most one array in memory twice.
+
+    Raises:
+      UserError: The weights do not match the configuration.
+    """
+    layout = weights.layout_for(jax.default_backend())
+    return InferenceWeights(weights.arrange(opened.load(dtype), opened.model, layout, release=True))
+
+
 class _RowOutput:
     """Output of one prompt during generation: its tokens and its text."""
 
@@ -110,8 +129,8 @@ class Generator:
 
     Args:
       model: Architecture of the model.
-      params: Parameter tree of any floating-point dtype, in the layout of training or already in that of inference
-        (`decode.weights.arrange`); converted to `dtype` and to the layout of inference.
+      params: Result of `load_weights`, or a parameter tree as in training, of any floating-point dtype, which is
+        converted to `dtype` and to the layout of inference.
       tokenizer: Tokenizer of the model.
       dtype: Dtype of weights and computation, and of the cache if `cache_dtype` is None.
       cache_dtype: Dtype of the cache; int8 adds scales.
@@ -150,8 +169,10 @@ class Generator:
             )
         self._model = model
         self._layout = weights.layout_for(jax.default_backend())
-        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-        self._params = weights.arrange(params, model, self._layout)
+        if not isinstance(params, InferenceWeights):
+            params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+            params = InferenceWeights(weights.arrange(params, model, self._layout))
+        self._params = params.tree
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype

@@ -149,7 +149,7 @@ def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
 def _sample(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, bill: SamplingBill, dtype: Any) -> None:
     cache = cache_lib.dtype_of(_CACHE_DTYPE.value, dtype)
     options: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value}
-    generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, **options)
+    generator = Generator(opened.model, engine.load_weights(opened, dtype), tokenizer, dtype, **options)
     streaming = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if streaming else None)
     if _JSON.value:

@@ -103,7 +103,9 @@ def run(
     first = engine.encode(_rendered(opened.text, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
     with out_of_memory.explained(lambda error: bills[-1].oom_message("in the conversation", error)):
-        generator = Generator(opened.model, opened.load(dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit)
+        generator = Generator(
+            opened.model, engine.load_weights(opened, dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit
+        )
         turns = _run_turns(Conversation(generator, opened.text, request), prompts, as_json)
     if turns:
         commandline.log(*bills[-1].reconcile(generator.live, generator.compiled_peaks()))

@@ -1,7 +1,8 @@
-"""Bytes that a decoded token moves on a TPU: weights and cache, and little else. Run by `make test-aot`.
+"""Bytes that a decoded token moves: weights and cache, and little else. Run by `make test-aot`.
 
-XLA's cost analysis counts the body of a loop once: one layer of the loop over layers, one token of the loop over
-tokens. So its count is compared with the head, one layer's weights and one layer's cache.
+For an H100 they are counted from the HLO. For a TPU, XLA's cost analysis counts the body of a loop once: one layer of
+the loop over layers, one token of the loop over tokens. So its count is compared with the head, one layer's weights and
+one layer's cache.
 """
 
 import dataclasses
@@ -14,7 +15,8 @@ from jaxllm import architectures, programs
 from jaxllm.decode import generate, sampling
 from jaxllm.decode.weights import WeightLayout
 from jaxllm.hardware import detect
-from jaxllm.ledger.compiled import absent
+from jaxllm.ledger.compiled import absent, hlo
+from jaxllm.ledger.compiled.traffic import traffic
 from jaxllm.model import layer_cache
 from jaxllm.model.specs import parameter_count
 
@@ -93,3 +95,40 @@ def test_prompts_are_written_without_a_copy_of_the_cache(monkeypatch):
     monkeypatch.setattr(layer_cache, "_write_on_tpu", layer_cache._scatter)
     _, temps, _ = compiled(MODEL, programs.prefill, CHUNK)
     assert temps > scores + cache
+
+
+def on_h100(name, batch, cache, layout=WeightLayout.PER_LAYER):
+    """Returns (bytes moved per token, weights and cache read once, temporaries, the program) for a few layers."""
+    model, device = dataclasses.replace(architectures.ARCHITECTURES[name], layers=4), detect.by_name("h100")
+    program = programs.decode(model, batch, 8, CAPACITY, jnp.bfloat16, cache, layout)
+    executable = absent.compile_for(program, absent.require_compiler(device.name, device.compile_target), 1)
+    moved = traffic(hlo.parse(executable.as_text()), per_iteration=True)
+    elements = parameter_count(model) - (0 if model.tied_embeddings else model.vocab_size * model.width)
+    if model.experts:  # those of one token
+        unused = model.experts - min(batch * model.experts_per_token, model.experts)
+        elements -= model.layers * unused * 3 * model.width * model.mlp_width
+    once = elements * BF16 + program.inputs[1].cache.nbytes
+    return moved, once, executable.memory_analysis().temp_size_in_bytes, model
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "cache"),
+    [
+        ("llama3-8b", 1, jnp.bfloat16),
+        ("llama3-8b", 8, jnp.int8),
+        ("gpt2", 4, jnp.bfloat16),
+        ("gemma2-2b", 1, jnp.bfloat16),
+        ("mixtral-8x7b", 1, jnp.bfloat16),
+        ("mixtral-8x7b", 8, jnp.bfloat16),
+    ],
+)
+def test_weights_and_cache_are_read_once_on_a_gpu(name, batch, cache):
+    moved, once, temps, model = on_h100(name, batch, cache)
+    assert once < moved.total < 1.05 * once, moved.largest
+    assert temps < 0.01 * once + 30 * batch * model.vocab_size, "more than what sampling a token takes"
+
+
+def test_weights_sliced_from_stacks_would_be_caught_on_a_gpu():
+    moved, once, temps, _ = on_h100("llama3-8b", 1, jnp.bfloat16, WeightLayout.TRAINING)
+    assert moved.total > 1.5 * once
+    assert temps > 0.04 * once
