@@ -27,7 +27,7 @@ _PROJECTIONS = ("q", "k", "v")
 
 
 class WeightLayout(enum.Enum):
-    """WeightLayout of the weights of a program.
+    """Layout of the weights of a program.
 
     Attributes:
       TRAINING: The tree of `specs.param_specs`.
@@ -69,15 +69,17 @@ def arrange(params: Any, model: Architecture, layout: WeightLayout, release: boo
     if layout is WeightLayout.TRAINING:
         return params
     if layout is WeightLayout.TPU:
-        return _move_axis(params, -3, -1)
+        return _move_axis(params, -3, -1, release)
     if params["layers"]:
         params = _unstack(params, model, release)
     layers = []
     for layer in params["tail"]:
-        layers.append(_fuse(layer, model))
-        if release:
-            kept = {id(x) for x in jax.tree.leaves(layers[-1])}
-            _delete([x for x in jax.tree.leaves(layer) if id(x) not in kept])
+        fused = _fuse(layer, model)
+        layers.append(fused)
+        for group in ("attn", "mlp") if release else ():
+            for name, x in layer[group].items():
+                if fused[group].get(name) is not x:
+                    _delete(x)
     return {**params, "tail": tuple(layers)}
 
 
@@ -86,17 +88,21 @@ def restore(params: Any, layout: WeightLayout) -> Any:
     return _move_axis(params, -1, -3) if layout is WeightLayout.TPU else params
 
 
-def _move_axis(params: Any, source: int, destination: int) -> Any:
+def _move_axis(params: Any, source: int, destination: int, release: bool = False) -> Any:
     def move(path: Any, x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, source, destination) if path[-1].key in _PROJECTIONS else x
+        if path[-1].key not in _PROJECTIONS:
+            return x
+        moved = jnp.moveaxis(x, source, destination)
+        if release:
+            _delete(x)
+        return moved
 
     return jax.tree_util.tree_map_with_path(move, params)
 
 
-def _delete(arrays: Any) -> None:
-    for x in jax.tree.leaves(arrays):
-        if isinstance(x, jax.Array):
-            x.delete()
+def _delete(x: Any) -> None:
+    if isinstance(x, jax.Array):  # and not one of NumPy, which a loader may return
+        x.delete()
 
 
 def _unstack(params: Any, model: Architecture, release: bool) -> Any:

@@ -307,8 +307,7 @@ def test_arranging_weights_releases_each_source_and_changes_no_element(model):
     params = jax.tree.map(jnp.copy, params_of(model))
     held = weights.arrange(params, model, WeightLayout.PER_LAYER, release=True)
     alive = [x for x in jax.tree.leaves(params) if not x.is_deleted()]
-    kept = {id(x) for x in jax.tree.leaves(held)}
-    assert all(id(x) in kept for x in alive)
+    assert all(any(x is y for y in jax.tree.leaves(held)) for x in alive)
     assert sum(x.size for x in jax.tree.leaves(held)) == specs.parameter_count(model)
     want = np.sort(np.concatenate([np.ravel(x) for x in jax.tree.leaves(params_of(model))]))
     np.testing.assert_array_equal(np.sort(np.concatenate([np.ravel(x) for x in jax.tree.leaves(held)])), want)

@@ -19,6 +19,8 @@ from jaxllm.ledger import trace
 from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.device import tree_bytes
 from jaxllm.ledger.formula.exact import formats
+from jaxllm.ledger.formula.exact.run import FLOAT32
+from jaxllm.ledger.formula.fitted.infer.forward_pass import Pass
 from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import DECODE, PREFILL
 from jaxllm.model import transformer
@@ -90,6 +92,10 @@ def test_peaks_are_near_xlas(cell):
     }
     for (phase, program), bounds in zip(made.items(), allowed, strict=True):
         xla = inspection.figures(program.compile())["peak"]
+        if phase == PREFILL and model.attention_softcap and JAX >= (0, 11):
+            # Newer XLA materializes one more constant in the shape of the scores than the rules, which are of 0.10.
+            one = Pass(model, batch, capacity, chunk, FLOAT32, "cpu", True)
+            xla -= one.count * model.heads * sum(one.key_counts) * FLOAT32
         peaks.assert_near(ledger, phase, xla, bounds)
 
 

@@ -10,7 +10,8 @@ count. The threshold is sharp and depends on nothing else, except that with a si
 does, and needs less than is billed).
 
 The rules come from the buffer assignments of some 60 programs of small models and of published ones cut to a few
-layers. JAX 0.10.2 and 0.12 agree except where noted. Least accurate: 16-bit weights, which no command uses on a CPU.
+layers. JAX 0.10.2 and 0.12 agree except where noted, and except that with a soft cap JAX 0.12 has one more constant in
+the shape of the scores. Least accurate: 16-bit weights, which no command uses on a CPU.
 """
 
 import math
