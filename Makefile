@@ -40,7 +40,8 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(PYTEST_ARGS)
 
 test-newer:
-	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-newer PYTEST_ARGS="$(NEWER_TESTS) $(PYTEST_ARGS)"
+	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-newer \
+	    PYTEST_ARGS="-m 'not slow and not once' $(NEWER_TESTS) $(PYTEST_ARGS)"
 
 # Compiles programs for GPUs and TPUs that are not attached. It has its own environment of several gigabytes, because their
 # plugins look for devices whenever JAX starts.

@@ -48,7 +48,7 @@ def gradients(name, policy):
 
 
 @pytest.mark.parametrize("name", models.ALL)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["full", *(pytest.param(policy, marks=pytest.mark.once) for policy in POLICIES[1:])])
 def test_gradients_are_those_of_none(name, policy):
     want, got = gradients(name, "none"), gradients(name, policy)
     # Relative to the largest gradient of all leaves: some, such as that of a key bias, are only rounding errors.

@@ -226,6 +226,7 @@ def test_segments_do_not_see_each_other(name):
     assert np.abs(leaking - packed)[:, cut:].max() > 1e-2, "without segments the documents must leak"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", models.ALL)
 def test_unrolling_and_attention_in_chunks_change_nothing(name):
     model = models.ALL[name]
