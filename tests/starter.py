@@ -86,8 +86,8 @@ def _starter(environment: frozenset[tuple[str, str]], cwd: pathlib.Path) -> Star
 
 def start(arguments: list[str], environment: dict[str, str], cwd: pathlib.Path) -> Started:
     """Starts a command in a server with this environment, ignoring pytest's own variables."""
-    told = frozenset((name, value) for name, value in environment.items() if not name.startswith("PYTEST_"))
-    return _starter(told, cwd).start(arguments)
+    variables = frozenset((name, value) for name, value in environment.items() if not name.startswith("PYTEST_"))
+    return _starter(variables, cwd).start(arguments)
 
 
 def _run(arguments: list[str]) -> None:
@@ -109,18 +109,18 @@ def _serve() -> list[str] | None:
         asked = json.loads(line)
         if "pid" in asked:
             found, status = os.waitpid(asked["pid"], os.WNOHANG)
-            told = os.waitstatus_to_exitcode(status) if found else None
+            answer = os.waitstatus_to_exitcode(status) if found else None
         else:
             with warnings.catch_warnings():  # about threads, of which none exist yet
                 warnings.simplefilter("ignore")
-                told = os.fork()
-            if not told:
+                answer = os.fork()
+            if not answer:
                 for number, path in zip((1, 2), asked["files"], strict=True):
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 answers.close()
                 return asked["arguments"]
-        print(json.dumps(told), file=answers, flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
     return None
 
 

@@ -19,7 +19,7 @@ import runs
     ],
     ids=" ".join,
 )
-def test_a_command_tells_what_it_tells_by_itself(arguments):
+def test_a_command_prints_what_it_prints_by_itself(arguments):
     words = [sys.executable, "-m", *arguments]
     alone = subprocess.run(words, env=runs.environment(), capture_output=True, text=True, cwd=runs.ROOT)
     started = runs.command(*arguments)

@@ -74,8 +74,8 @@ def main() -> int:
     bills = {task: makers[task](asked) for task in tasks}
     inspections = {task: _inspect(asked, task) if _COMPILE.value else {} for task in tasks}
     if _JSON.value:
-        told = {task: _to_json(bills[task], inspections[task]) for task in tasks}
-        print(json.dumps(told if len(tasks) > 1 else told[tasks[0]], indent=1))
+        as_json = {task: _to_json(bills[task], inspections[task]) for task in tasks}
+        print(json.dumps(as_json if len(tasks) > 1 else as_json[tasks[0]], indent=1))
     else:
         _show(bills, inspections, asked)
     if _PNG.value:
@@ -134,9 +134,9 @@ def _to_json(ledger: Ledger, inspections: Mapping[str, Inspection]) -> dict[str,
         return ledger.to_json()
     known = [found.figures for found in inspections.values() if not isinstance(found.figures["peak"], Unknown)]
     figures = max(known, key=lambda found: found["peak"], default=next(iter(inspections.values())).figures)
-    told = reconcile(ledger, figures).to_json()
-    told["columns"]["compiled"] |= {name: figure_to_json(value) for name, value in figures.items()}
-    return told | {"programs": {name: found.to_json() for name, found in inspections.items()}}
+    as_json = reconcile(ledger, figures).to_json()
+    as_json["columns"]["compiled"] |= {name: figure_to_json(value) for name, value in figures.items()}
+    return as_json | {"programs": {name: found.to_json() for name, found in inspections.items()}}
 
 
 if __name__ == "__main__":

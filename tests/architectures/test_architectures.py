@@ -244,7 +244,7 @@ def test_resolve_keeps_ungrouped_heads_ungrouped(name: str, changes: dict[str, i
     assert resolve(ModelConfig(name=name, **changes)).kv_heads == kv_heads
 
 
-def test_unknown_name_tells_the_nearest() -> None:
+def test_unknown_name_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"'llama-3-8b', which is not a known model; nearest: .*\bllama3-8b\b"):
         resolve(ModelConfig(name="llama-3-8b"))
 

@@ -147,7 +147,7 @@ def test_other_configuration_is_refused(tmp_path, run):
     store.close()
 
 
-def test_full_disk_is_told_before_writing(tmp_path, run, monkeypatch):
+def test_full_disk_is_reported_before_writing(tmp_path, run, monkeypatch):
     folder = saved(tmp_path, run, (1,))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -158,7 +158,7 @@ def test_full_disk_is_told_before_writing(tmp_path, run, monkeypatch):
     assert [p.name for p in folder.iterdir()] == ["00000001"]
 
 
-def test_failed_background_write_is_told_and_leaves_the_last_good(tmp_path, run, monkeypatch):
+def test_failed_background_write_is_reported_and_leaves_the_last_good(tmp_path, run, monkeypatch):
     folder = saved(tmp_path, run, (1,))
 
     def full(path, files):

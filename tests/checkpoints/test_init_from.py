@@ -108,9 +108,9 @@ def test_the_first_step_is_that_of_the_same_weights(source, tmp_path):
     step = programs.train_step(made, step_spec, over).compile()
     batch = jax.device_put(batch, mesh.batch_sharding(over))
     here = jax.tree.map(lambda x: x.sharding, wanted)
-    want, told = step(jax.device_put(wanted, here), batch)
+    want, reported = step(jax.device_put(wanted, here), batch)
     got, metrics = step(state, batch)
-    assert float(metrics["loss"]) == float(told["loss"])
+    assert float(metrics["loss"]) == float(reported["loss"])
     assert same(want.params, got.params)
     assert not same(params, got.params)  # full fine-tuning: every weight changes
 
@@ -242,9 +242,9 @@ def test_the_ledger_bills_the_imported_model(source, tmp_path):
     arguments = [f"--config={tmp_path / 'c.py'}", "--config.data.sequence_length=64", "--json"]
     result = runs.command("jaxllm.ledger", *arguments, f"--config.init_from={source}")
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["parameters"] == specs.parameter_count(MODEL)
-    assert told["model"] == str(source)
+    reported = json.loads(result.stdout)
+    assert reported["parameters"] == specs.parameter_count(MODEL)
+    assert reported["model"] == str(source)
     wrong = runs.command("jaxllm.ledger", *arguments, "--config.init_from=nowhere")
     assert wrong.returncode == 2
     assert len(wrong.stderr.strip().splitlines()) == 1

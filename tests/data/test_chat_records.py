@@ -147,7 +147,7 @@ def test_system_turns_are_read_and_not_trained(template, want, begins):
         assert len(kept.ids) == np.flatnonzero(made.answers == 1)[-1] + 1  # drops the unanswered question
 
 
-def test_a_template_that_refuses_system_turns_is_told_with_the_line(tmp_path):
+def test_a_template_that_refuses_system_turns_is_reported_with_the_line(tmp_path):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
     with pytest.raises(UserError, match=r"c.jsonl:2: the model's chat template rejects this conversation: no system"):
         opened(tmp_path, [{"messages": TWO_TURNS}, {"messages": [SYSTEM, *TWO_TURNS]}], of=text(template))
@@ -183,7 +183,7 @@ def test_documents_are_what_was_put(tmp_path):
     assert found[0]["tokens"].dtype == np.int32
 
 
-def test_long_ones_are_cut_and_told(tmp_path):
+def test_long_ones_are_cut_and_reported(tmp_path):
     question, head = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n", len("It is")
     length = len(ids_of(question)) + head - 1
     records = [{"messages": TWO_TURNS}, {"prompt": "x" * 200, "answer": "y"}, {"prompt": "1", "answer": "2"}]
@@ -324,12 +324,12 @@ def test_every_answer_token_weighs_the_same(tmp_path):
         split["segment_ids"][row, : at.sum()] = 1
     assert split["weights"].sum(1).tolist() == [10, 100]
     run = steps.Run(config, dataclasses.replace(models.ROTARY, vocab_size=257))
-    want, told = run.updated(split)
-    assert float(told["tokens"]) == 110
+    want, expected_metrics = run.updated(split)
+    assert float(expected_metrics["tokens"]) == 110
     for values, fields in ((split, {"accumulate": 2}), (batch, {})):
         got, metrics = run.updated(values, **fields)
         steps.assert_close(got, want, 1e-6)
-        np.testing.assert_allclose(float(metrics["loss"]), float(told["loss"]), rtol=1e-5)
+        np.testing.assert_allclose(float(metrics["loss"]), float(expected_metrics["loss"]), rtol=1e-5)
     uneven = dict(split, weights=split["weights"] * np.array([[10.0], [1.0]], np.float32))  # a mean of means
     wrong, _ = run.updated(uneven)
     with pytest.raises(AssertionError):

@@ -81,7 +81,7 @@ def test_a_device_that_is_not_in_the_table_is_not_guessed(kind):
     assert published(kind) is None
 
 
-def test_every_device_is_told_by_its_own_description():
+def test_every_device_is_reported_by_its_own_description():
     """A target's description is the driver's name of the same device."""
     assert set(KINDS.values()) == set(DEVICES)
     for name in GPUS:
@@ -217,7 +217,7 @@ def test_what_other_processes_hold_is_not_there(monkeypatch):
     assert attached("gpu", "NVIDIA H100 80GB HBM3", statistics).memory_bytes == 80 * GIB
 
 
-def test_an_unknown_accelerator_has_the_memory_that_its_backend_tells():
+def test_an_unknown_accelerator_has_the_memory_that_its_backend_reports():
     device = attached("gpu", "NVIDIA Unheard 900", {"bytes_limit": 10 * GIB})
     assert (device.memory_bytes, device.reserved_bytes, device.bandwidth, device.peak_flops) == (10 * GIB, 0, None, {})
     assert "not in jaxllm's device tables" in device.source
@@ -298,6 +298,6 @@ def test_no_such_slice(count, near):
         by_name("v5e").compile_target.topology(count)
 
 
-def test_the_slices_of_a_chip_of_two_devices_are_told_in_devices():
+def test_the_slices_of_a_chip_of_two_devices_are_reported_in_devices():
     with pytest.raises(UserError, match=r"slice of 6 devices .* nearest: 4 and 8"):
         by_name("v7x").compile_target.topology(6)

@@ -31,7 +31,7 @@ SLACK = 5 << 20  # memory that Python keeps
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 pytestmark = pytest.mark.skipif(
-    not pathlib.Path("/proc/self/status").exists(), reason="a process's own memory is told by Linux"
+    not pathlib.Path("/proc/self/status").exists(), reason="a process's own memory is reported by Linux"
 )
 
 
@@ -45,7 +45,7 @@ def source(tmp_path_factory):
     return folder
 
 
-def told(model, *arguments, devices=1):
+def reported(model, *arguments, devices=1):
     """Runs memory_child.py and returns the numbers it prints, in bytes."""
     flags = runs.environment()["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
@@ -60,20 +60,20 @@ def told(model, *arguments, devices=1):
 
 @pytest.mark.parametrize(("name", "dtype", "size"), [("sharded", "bfloat16", 2), ("m.gguf", "float32", 4)])
 def test_loading_holds_the_model_and_one_tensor(source, name, dtype, size):
-    found = told(source / name, dtype, "load")
+    found = reported(source / name, dtype, "load")
     assert found["final"] > 60e6
     assert found["peak"] >= found["final"], "it is seen at all"
     assert found["peak"] <= found["final"] + size * found["tensor"] + SLACK, found
 
 
 def test_tensors_that_are_kept_would_show(source):
-    found = told(source / "sharded", "bfloat16", "load", "keeps")
+    found = reported(source / "sharded", "bfloat16", "load", "keeps")
     assert found["peak"] > 1.5 * found["final"] + 2 * found["tensor"] + SLACK, found
 
 
 @pytest.mark.parametrize(("dtype", "way"), [("bfloat16", "sharded"), ("bf16", "lora")])
 def test_on_a_mesh_one_array_is_beside_it(source, dtype, way):
     """Loads with ZeRO 3 on eight devices, and starts a LoRA run there: frozen weights are stored once."""
-    found = told(source / "sharded", dtype, way, devices=8)
+    found = reported(source / "sharded", dtype, way, devices=8)
     assert found["peak"] >= 0.95 * found["final"], "it is seen at all"
     assert found["peak"] <= found["final"] + found["array"] + 2 * SLACK, found

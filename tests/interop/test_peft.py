@@ -49,7 +49,7 @@ def test_b_times_a_is_the_change_of_the_models_own_tensors(made):
     base = huggingface.open_folder(folder / "model").load(np.float32)
     merged = adapters.merged(model, base, pairs, adapters.scale_of(lora), jnp.float32)
     before, after = (folders.tensors(model, tree, family) for tree in (base, merged))
-    told = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    stored = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     files = TensorFiles(read_header(folder / "adapter" / "adapter_model.safetensors"))
     left = set(files.entries)
     for name in before:
@@ -58,14 +58,14 @@ def test_b_times_a_is_the_change_of_the_models_own_tensors(made):
         if f"{at}.lora_A.weight" in left:
             a, b = (files.read(f"{at}.{half}.weight") for half in ("lora_A", "lora_B"))
             assert (a.shape[0], b.shape[1]) == (3, 3)
-            change = told["lora_alpha"] / told["r"] * b @ a
-            change = change.T if told["fan_in_fan_out"] else change
+            change = stored["lora_alpha"] / stored["r"] * b @ a
+            change = change.T if stored["fan_in_fan_out"] else change
             left -= {f"{at}.{half}.weight" for half in ("lora_A", "lora_B")}
-            assert any(f".{at}".endswith(f".{word}") for word in told["target_modules"])
+            assert any(f".{at}".endswith(f".{word}") for word in stored["target_modules"])
             assert np.abs(change).max() > 0.1
         np.testing.assert_allclose(after[name], before[name] + change, atol=1e-4, err_msg=name)
         # PEFT adapts every module with a matching name suffix, so each must have an adapter.
-        if any(f".{at}".endswith(f".{word}") for word in told["target_modules"]):
+        if any(f".{at}".endswith(f".{word}") for word in stored["target_modules"]):
             assert np.abs(change).max() > 0
     assert not left
 

@@ -125,7 +125,7 @@ def test_memory_is_the_tree_and_one_array():
     assert jax.tree.all(jax.tree.map(same_bits, found, tree))
 
 
-def test_all_missing_and_unexpected_names_are_told():
+def test_all_missing_and_unexpected_names_are_reported():
     model = folders.FAMILIES["qwen3"]
     names = set(folders.tensors(model, folders.random_tree(model), "qwen3"))
     table = folder_rules.build_rules(model, "qwen3")
@@ -134,11 +134,11 @@ def test_all_missing_and_unexpected_names_are_told():
     more = {"model.layers.0.self_attn.z_norm.weight", "score.weight"}
     with pytest.raises(UserError) as caught:
         rules.check(table, names - gone | more, "x")
-    told = str(caught.value)
-    assert "2 missing" in told
-    assert "2 unexpected" in told
-    assert all(name in told for name in gone | more)
-    assert "k_norm.weight (found model.layers.0.self_attn.z_norm.weight)" in told
+    message = str(caught.value)
+    assert "2 missing" in message
+    assert "2 unexpected" in message
+    assert all(name in message for name in gone | more)
+    assert "k_norm.weight (found model.layers.0.self_attn.z_norm.weight)" in message
 
 
 @pytest.mark.parametrize("family", CASES)

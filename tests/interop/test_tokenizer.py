@@ -102,7 +102,7 @@ def test_a_character_in_two_parts_waits_for_its_end():
     assert decoder.finish() == ""
 
 
-def test_a_character_that_never_ends_is_told_at_the_finish():
+def test_a_character_that_never_ends_is_reported_at_the_finish():
     tokenizer = ByteTokenizer()
     ids = [*b"ok", 0xF0, 0x9F]
     assert streamed(tokenizer, [ids]) == ["ok", "\ufffd"]

@@ -247,13 +247,13 @@ def test_remat_keeps_what_the_names_say(capsys):
     policy = jax.checkpoint_policies.save_only_these_names("attn_context", "attn_lse")
     attend = jax.checkpoint(lambda q, k, v: flash_attention(jnp.sin(q), k, v, **options), policy=policy)
     jax.ad_checkpoint.print_saved_residuals(attend, *arrays[:3])
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split(" from ")[0].split()[0] for line in told if "argument" not in line] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" from ")[0].split()[0] for line in printed if "argument" not in line] == [
         "f32[2,16,2,16]",
         "f32[2,2,16]",
     ]
-    assert "'attn_context'" in told[-2]
-    assert "'attn_lse'" in told[-1]
+    assert "'attn_context'" in printed[-2]
+    assert "'attn_lse'" in printed[-1]
 
 
 @pytest.mark.parametrize(("causal", "window"), list(itertools.product([True, False], [0, 1, 5, 64])))
@@ -330,7 +330,7 @@ def shaped(q=(1, 8, 4, 16), k=(1, 2, 8, 16), v=None, dtype="float32", **other):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "printed"),
     [
         ({"platform": "cpu"}, "for gpu and tpu, not 'cpu'"),
         ({"q": (1, 8, 3, 16)}, "3 query heads are not a multiple of 2 key heads"),
@@ -344,6 +344,6 @@ def shaped(q=(1, 8, 4, 16), k=(1, 2, 8, 16), v=None, dtype="float32", **other):
         ({"window": -1}, "must be 0"),
     ],
 )
-def test_what_kernels_cannot_do_is_refused(asked, told):
-    with pytest.raises(UserError, match=told):
+def test_what_kernels_cannot_do_is_refused(asked, printed):
+    with pytest.raises(UserError, match=printed):
         shaped(**asked)

@@ -115,7 +115,7 @@ def forget_to_wait(monkeypatch, name):
 # The older simulation waits forever for a thread that has failed.
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.10 hangs where it finds a race")
 @pytest.mark.parametrize("name", ["q_ready", "k_ready", "v_ready", "k_free", "v_free"])
-def test_a_barrier_that_nobody_waits_for_is_caught(name, monkeypatch):
+def test_a_barrier_without_a_waiter_is_caught(name, monkeypatch):
     forget_to_wait(monkeypatch, name)
     try:
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"RACE DETECTED|Barrier"):
@@ -125,7 +125,7 @@ def test_a_barrier_that_nobody_waits_for_is_caught(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         ({"head_dim": 80}, "takes head_dim 64, 128, 192, 256 in bfloat16 or float16, not 80 in bfloat16"),
         ({"dtype": "float32"}, "not 64 in float32; use backend='triton'"),
@@ -134,9 +134,9 @@ def test_a_barrier_that_nobody_waits_for_is_caught(name, monkeypatch):
         ({"platform": "tpu"}, "attention on tpu has the backends mosaic, not 'mosaic_gpu'"),
     ],
 )
-def test_what_it_cannot_do_is_refused(asked, told):
+def test_what_it_cannot_do_is_refused(asked, message):
     asked = {"head_dim": 64, "dtype": "bfloat16", "backend": "mosaic_gpu", "platform": "gpu"} | asked
     head_dim, dtype = asked.pop("head_dim"), asked.pop("dtype")
     q, k = jnp.zeros((1, 8, 2, head_dim), dtype), jnp.zeros((1, 2, 8, head_dim), dtype)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         flash_attention(q, k, k, causal=True, window=0, scale=1.0, softcap=0.0, **asked)

@@ -52,18 +52,18 @@ def table(train=TRAIN, infer=INFER):
 
 
 def test_what_each_task_holds_and_does():
-    told = table()
-    assert told["direction"] == ("forward and backward", "forward only")
-    assert told["devices"] == ("8 × a device", "1 × a device")
-    assert told["weights"] == ("1.00 KiB", "512 B")
-    assert told["gradients"] == ("1.00 KiB", "–")
-    assert told["optimizer states"] == ("2.00 KiB", "–")
-    assert told["KV cache"] == ("–", "512 B")
-    assert told["workspace"] == ("1 B", "256 B")
-    assert told["peak"] == ("4.00 KiB", "1.25 KiB")
-    assert told["fits"] == ("no, 100% of 4.00 KiB", "unknown")
-    assert told["FLOPs"] == ("1 TFLOP a step", "1 TFLOP a token of each sequence")
-    assert told["bottleneck"] == ("compute", "bandwidth")
+    rows_by_name = table()
+    assert rows_by_name["direction"] == ("forward and backward", "forward only")
+    assert rows_by_name["devices"] == ("8 × a device", "1 × a device")
+    assert rows_by_name["weights"] == ("1.00 KiB", "512 B")
+    assert rows_by_name["gradients"] == ("1.00 KiB", "–")
+    assert rows_by_name["optimizer states"] == ("2.00 KiB", "–")
+    assert rows_by_name["KV cache"] == ("–", "512 B")
+    assert rows_by_name["workspace"] == ("1 B", "256 B")
+    assert rows_by_name["peak"] == ("4.00 KiB", "1.25 KiB")
+    assert rows_by_name["fits"] == ("no, 100% of 4.00 KiB", "unknown")
+    assert rows_by_name["FLOPs"] == ("1 TFLOP a step", "1 TFLOP a token of each sequence")
+    assert rows_by_name["bottleneck"] == ("compute", "bandwidth")
 
 
 def real(name="llama3.2-1b", **mesh) -> BillRequest:
@@ -92,10 +92,10 @@ def test_an_unknown_kind_is_an_error():
 
 def test_a_training_run_has_no_cache_and_inference_no_gradients():
     asked = real(data=8, zero=3)
-    told = table(request.train(asked), request.infer(asked))
-    assert told["KV cache"][0] == "–"
-    assert told["gradients"][1] == told["optimizer states"][1] == "–"
-    assert told["bottleneck"][1] == "bandwidth"
+    rows_by_name = table(request.train(asked), request.infer(asked))
+    assert rows_by_name["KV cache"][0] == "–"
+    assert rows_by_name["gradients"][1] == rows_by_name["optimizer states"][1] == "–"
+    assert rows_by_name["bottleneck"][1] == "bandwidth"
 
 
 def shown(width: int, show, *arguments) -> str:

@@ -127,7 +127,7 @@ LEDGER = Ledger("train", "tiny", 100, "a device", 1, ROWS, 1000)
 )
 def test_what_counts_as_out_of_memory(error, is_one):
     assert out_of_memory.is_oom(error) == is_one
-    with pytest.raises(RunError if is_one else type(error)), out_of_memory.explained(lambda found: f"told of {found}"):
+    with pytest.raises(RunError if is_one else type(error)), out_of_memory.explained(lambda found: f"explains {found}"):
         raise error
 
 
@@ -171,7 +171,7 @@ def test_memory_held_by_others_counts():  # transformers#16987, accelerate#2910,
     assert "others hold 13.97 GiB" in shared.summary_lines()[-1]
 
 
-def test_a_context_that_does_not_fit_is_told_the_one_that_does():  # gemma#715, vllm#40302
+def test_for_a_context_that_does_not_fit_the_largest_is_reported():  # gemma#715, vllm#40302
     refusal = bill(0, batch=1, context=131_072).admission()
     assert not refusal.fits
     assert 8192 < refusal.largest_context < 131_072

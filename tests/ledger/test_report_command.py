@@ -16,11 +16,11 @@ def run(*more: str) -> subprocess.CompletedProcess[str]:
 def test_both_tasks_are_one_json_object_of_two_ledgers():
     done = run("--task", "both", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert list(told) == ["train", "infer"]
-    assert (told["train"]["task"], told["infer"]["task"]) == ("train", "infer")
-    assert (told["train"]["count"], told["infer"]["count"]) == (8, 1)
-    assert told["infer"]["peak_bytes_per_device"] < told["train"]["peak_bytes_per_device"] * 8
+    printed = json.loads(done.stdout)
+    assert list(printed) == ["train", "infer"]
+    assert (printed["train"]["task"], printed["infer"]["task"]) == ("train", "infer")
+    assert (printed["train"]["count"], printed["infer"]["count"]) == (8, 1)
+    assert printed["infer"]["peak_bytes_per_device"] < printed["train"]["peak_bytes_per_device"] * 8
 
 
 @pytest.mark.parametrize("flag", ["--html", "--png"])

@@ -152,7 +152,7 @@ def test_a_cpu_has_no_link_to_its_own_memory():
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"),
+    ("missing", "reported"),
     [
         ({"peak_flops": {}}, "peak bfloat16 FLOP/s"),
         ({"bandwidth": None}, "memory bandwidth"),
@@ -161,13 +161,13 @@ def test_a_cpu_has_no_link_to_its_own_memory():
         ({"host_link": None}, "and its host"),
     ],
 )
-def test_what_is_not_known_is_named_and_never_zero(missing, told):
+def test_what_is_not_known_is_named_and_never_zero(missing, reported):
     run = training_run(batch=16, mesh_data=16, optimizer_offload="moments")
     assert not roofline.train_step(run, H100).unknown
     least = roofline.train_step(run, dataclasses.replace(H100, **missing))
     assert isinstance(least.seconds, Unknown)
     assert isinstance(least.bound, Unknown)
-    assert told in least.unknown
+    assert reported in least.unknown
     assert 0 not in least.seconds_of.values()
     assert json.loads(json.dumps(least.to_json()))["roofline_seconds"] == {"unknown": least.unknown}
 
@@ -178,12 +178,16 @@ def test_a_rate_that_is_not_needed_need_not_be_known():
 
 
 def test_json_has_the_parts_and_their_sums():
-    told = json.loads(json.dumps(roofline.train_step(training_run(mesh_data=8, mesh_zero=3), H100).to_json()))
-    assert told["flops"] == sum(told["flops_of"].values())
-    assert told["bytes"] == sum(told["bytes_of"].values())
-    assert told["intensity"] == told["flops"] / told["bytes"]
-    assert told["roofline_seconds"] == max(told["seconds_of"].values()) == told["seconds_of"][told["bound"]]
-    assert "executed" in told["flops_convention"]
+    reported = json.loads(json.dumps(roofline.train_step(training_run(mesh_data=8, mesh_zero=3), H100).to_json()))
+    assert reported["flops"] == sum(reported["flops_of"].values())
+    assert reported["bytes"] == sum(reported["bytes_of"].values())
+    assert reported["intensity"] == reported["flops"] / reported["bytes"]
+    assert (
+        reported["roofline_seconds"]
+        == max(reported["seconds_of"].values())
+        == reported["seconds_of"][reported["bound"]]
+    )
+    assert "executed" in reported["flops_convention"]
 
 
 @pytest.mark.parametrize("name", ["h100", "v5e", "rtx4090"])

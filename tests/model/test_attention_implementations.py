@@ -97,10 +97,10 @@ def test_a_step_over_several_devices_is_the_same():
     config = steps.config(train_batch_size=4, optimizer_name="sgd", remat_policy="names:attn_context,attn_lse", **mesh)
     run = steps.Run(config, MODELS["sliding"])
     batch = steps.batch(config, run.model, 1)
-    want, told = run.updated(batch)
+    want, expected_metrics = run.updated(batch)
     got, by_kernels = run.updated(batch, attention=interpreted("gpu"))
-    np.testing.assert_allclose(by_kernels["loss"], told["loss"], rtol=1e-6)
-    np.testing.assert_allclose(by_kernels["grad_norm"], told["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(by_kernels["loss"], expected_metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(by_kernels["grad_norm"], expected_metrics["grad_norm"], rtol=1e-5)
     steps.assert_close(got, want, atol=1e-7)
 
 

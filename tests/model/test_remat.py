@@ -126,7 +126,7 @@ def test_every_tag_is_given():
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "message"),
     [
         ("ful", "did you mean 'full'"),
         ("names:", "names:<tag,tag>"),
@@ -136,8 +136,8 @@ def test_every_tag_is_given():
         ("offload:attn_qvk", "did you mean 'attn_qkv'"),
     ],
 )
-def test_what_is_no_policy_is_refused(policy, told):
-    with pytest.raises(UserError, match=re.escape(told)) as caught:
+def test_what_is_no_policy_is_refused(policy, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         parse(policy)
     assert "\n" not in str(caught.value)
 

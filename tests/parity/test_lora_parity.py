@@ -41,7 +41,7 @@ def adapted_logits(ours, lora, pairs, tokens):
 
 def changed(theirs, folder, scale=None):
     """Returns the transformers model with (lora_alpha / r) · lora_B · lora_A added to each adapted weight."""
-    told = json.loads((folder / "adapter_config.json").read_text())
+    stored = json.loads((folder / "adapter_config.json").read_text())
     files = TensorFiles(read_header(folder / "adapter_model.safetensors"))
     used = 0
     with torch.no_grad():
@@ -49,8 +49,8 @@ def changed(theirs, folder, scale=None):
             at = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{at}.lora_A.weight" in files.entries:
                 a, b = (files.read(f"{at}.{half}.weight") for half in ("lora_A", "lora_B"))
-                change = (told["lora_alpha"] / told["r"] if scale is None else scale) * b @ a
-                parameter += torch.tensor(change.T if told["fan_in_fan_out"] else change)
+                change = (stored["lora_alpha"] / stored["r"] if scale is None else scale) * b @ a
+                parameter += torch.tensor(change.T if stored["fan_in_fan_out"] else change)
                 used += 2
     assert used == len(files.entries)
     return theirs

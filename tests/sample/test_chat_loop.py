@@ -64,7 +64,7 @@ def test_every_turn_takes_in_the_whole_conversation(file):
     assert [m["content"] for m in conversation.messages] == ["one", "answer 1", "two", "answer 2", "three", "answer 3"]
 
 
-def test_at_a_terminal_a_turn_that_fails_is_told_and_the_next_one_is_heard(file, monkeypatch, capsys):
+def test_at_a_terminal_a_turn_that_fails_is_reported_and_the_next_one_is_heard(file, monkeypatch, capsys):
     typed = iter(["one", "  ", "bad", "two"])
 
     def ask(prompt):

@@ -138,9 +138,9 @@ commandline.run(sample.main, ["x", "--model={workdir}", "--prompt=alpha"])
     done = runs.python(code)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    told = done.stderr[done.stderr.index("error: out of memory while sampling: RESOURCE_EXHAUSTED") :]
+    message = done.stderr[done.stderr.index("error: out of memory while sampling: RESOURCE_EXHAUSTED") :]
     for part in ("predicted peak: ", "largest rows: ", "used by others"):
-        assert part in told
+        assert part in message
 
 
 def folder_of(workdir, tmp_path_factory):
@@ -173,7 +173,7 @@ def test_the_files_end_ids_end_a_text(workdir, tmp_path_factory):
     assert (len(before["tokens"]) > 1, after["reason"], len(after["tokens"])) == (True, "end", 1)
 
 
-def test_a_folder_without_a_tokenizer_is_told(workdir, tmp_path_factory):
+def test_a_folder_without_a_tokenizer_is_reported(workdir, tmp_path_factory):
     folder = folder_of(workdir, tmp_path_factory)
     (folder / "tokenizer.json").unlink()
     done = runs.command("jaxllm.sample", f"--model={folder}", "--prompt=x")

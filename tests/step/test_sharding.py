@@ -160,14 +160,14 @@ def one_device_64() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"optimizer_offload": "all"}, "no master weights"),
         ({"optimizer_offload": "moments", "optimizer_name": "muon"}, "array by array"),
         ({"optimizer_name": "adafactor", "mesh_tensor": 2}, "embed.tokens"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(fields, told):
-    with pytest.raises(UserError, match=told) as caught:
+def test_what_cannot_be_laid_out_is_refused(fields, message):
+    with pytest.raises(UserError, match=message) as caught:
         steps.Run(steps.config(**fields), ALL["rotary"])
     assert "\n" not in str(caught.value)

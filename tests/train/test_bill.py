@@ -62,7 +62,7 @@ def test_strict_stops_where_the_peak_is_beyond_the_tolerance_and_not_within_it(c
     assert saved(tmp_path / "wide") == ["00000003"]
 
 
-def test_warn_tells_and_goes_on_and_off_does_neither(corpus, tmp_path):
+def test_warn_prints_and_goes_on_and_off_does_neither(corpus, tmp_path):
     config = runs.tiny_config(corpus, ledger_tolerance=0.0, train_steps=3)
     status, text = runs.train(config, tmp_path / "warn")
     assert status == 0
@@ -81,16 +81,16 @@ def test_a_tolerance_is_not_negative(corpus, tmp_path, tolerance):
         runs.train(runs.tiny_config(corpus, ledger_tolerance=tolerance), tmp_path)
 
 
-def test_what_does_not_fit_by_the_formulas_is_told_with_a_change_and_tried(corpus, tmp_path, monkeypatch):
+def test_what_does_not_fit_by_the_formulas_is_reported_with_a_change_and_tried(corpus, tmp_path, monkeypatch):
     config = runs.tiny_config(corpus, train_batch_size=64, train_steps=1)
     needs = training_bill.bill.training(config, runs.Trainer(config, tmp_path, None)._model, detect.this_machine())
     small = dataclasses.replace(detect.this_machine(), memory_bytes=int(0.9 * needs.peak_bytes))
     monkeypatch.setattr(detect, "this_machine", lambda: small)
     status, text = runs.train(config, tmp_path / "warn")
-    told = " ".join(text.split())
+    printed = " ".join(text.split())
     assert status == 0
-    assert "WARNING: this run does not fit: needs" in told
-    assert "one change that would fit: --config.train." in told
+    assert "WARNING: this run does not fit: needs" in printed
+    assert "one change that would fit: --config.train." in printed
     config.ledger.check = "strict"
     with pytest.raises(RunError, match=r"strict and the run does not fit: needs .* one change that would fit"):
         runs.train(config, tmp_path / "strict")
@@ -209,8 +209,8 @@ def test_the_batch_is_doubled_until_memory_runs_out_and_the_advice_then_runs(cor
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ran 4" in done.stdout
     assert "Traceback" not in done.stderr
-    told = done.stderr[done.stderr.index("error: out of memory") :]
-    assert "in step 1" in told.splitlines()[0]
-    assert "logits" in next(line for line in told.splitlines() if "largest rows" in line)
+    printed = done.stderr[done.stderr.index("error: out of memory") :]
+    assert "in step 1" in printed.splitlines()[0]
+    assert "logits" in next(line for line in printed.splitlines() if "largest rows" in line)
     changed = next(line for line in done.stdout.splitlines() if line.startswith("with "))
     assert changed.endswith(" 0"), "what it advises fits and runs"

@@ -80,16 +80,16 @@ def same(a, b):
 def test_a_run_trains_adapters_and_the_ledger_is_exact(plain):
     workdir, printed, losses = plain
     assert losses[-1] < losses[0]
-    told = json.loads((workdir / "ledger.json").read_text())
+    stored_ledger = json.loads((workdir / "ledger.json").read_text())
     numbers = sum(x.size for x in arrays(open_any.open_adapters(workdir).load()))
-    assert told["trained_parameters"] == numbers
-    assert told["parameters"] == numbers + specs.parameter_count(MODEL)
+    assert stored_ledger["trained_parameters"] == numbers
+    assert stored_ledger["parameters"] == numbers + specs.parameter_count(MODEL)
     assert f"({numbers:,} trained)" in " ".join(printed.split())
     for line in ("weights", "optimizer", "persistent", "activations"):
-        columns = {column: told["columns"][column][line] for column in ("formula", "trace", "device")}
+        columns = {column: stored_ledger["columns"][column][line] for column in ("formula", "trace", "device")}
         figures = {value for value in columns.values() if isinstance(value, int)}
         assert len(figures) == 1, (line, columns)
-    rows = {row["name"]: row["bytes_per_device"] for row in told["rows"] if row["phase"] == "persistent"}
+    rows = {row["name"]: row["bytes_per_device"] for row in stored_ledger["rows"] if row["phase"] == "persistent"}
     assert rows["LoRA adapters"] == 4 * numbers
     assert rows["frozen weights"] == 4 * specs.parameter_count(MODEL)
     assert rows["m, first moment"] == 4 * numbers
@@ -132,7 +132,7 @@ def test_resuming_is_exact_and_needs_no_source(plain, source, tmp_path):
             run(config(source, plain[0].parent, train_steps=4, **fields), workdir)
 
 
-def test_frozen_weights_that_are_damaged_are_told(plain, tmp_path):
+def test_frozen_weights_that_are_damaged_are_reported(plain, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(plain[0], workdir)
     file = max((workdir / "frozen").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
@@ -198,15 +198,15 @@ def test_the_command_line_takes_a_list_and_the_ledger_bills_it(tmp_path):
     arguments = [f"--config={tmp_path / 'c.py'}", "--config.model.name=llama3-8b", "--device=h100", "--json"]
     made = runs.command("jaxllm.ledger", *arguments, "--config.lora.rank=16", "--config.lora.targets=q,v,down")
     assert made.returncode == 0, made.stderr
-    told = json.loads(made.stdout)
+    stored_ledger = json.loads(made.stdout)
     lora = dataclasses.replace(config("", tmp_path).lora, rank=16)
     model = architectures.ARCHITECTURES["llama3-8b"]
     trained = sum(
         spec.size for spec in jax.tree.leaves(adapter_specs.adapter_specs(model, lora), is_leaf=specs.is_spec)
     )
     # q: 4096·16 + 16·4096; v: 4096·16 + 16·1024; down: 14336·16 + 16·4096; 32 layers.
-    assert told["trained_parameters"] == trained == 32 * 16 * (2 * 4096 + 4096 + 1024 + 14336 + 4096)
-    rows = {row["name"]: row["bytes_per_device"] for row in told["rows"] if row["phase"] == "persistent"}
+    assert stored_ledger["trained_parameters"] == trained == 32 * 16 * (2 * 4096 + 4096 + 1024 + 14336 + 4096)
+    rows = {row["name"]: row["bytes_per_device"] for row in stored_ledger["rows"] if row["phase"] == "persistent"}
     assert rows["frozen weights"] == 2 * 8_030_261_248
     assert rows["LoRA adapters"] == 4 * trained
     wrong = runs.command("jaxllm.ledger", *arguments, "--config.lora.rank=16", "--config.lora.targets=q,values")
@@ -233,9 +233,13 @@ def test_adapters_are_written_alone_and_sampled_beside_their_model(plain, source
     done = runs.command("jaxllm.convert", f"--model={plain[0]}", "--to=peft", f"--out={out}")
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    told = json.loads((out / "adapter_config.json").read_text())
-    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (4, 16.0, str(source))
-    assert told["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    stored_ledger = json.loads((out / "adapter_config.json").read_text())
+    assert (stored_ledger["r"], stored_ledger["lora_alpha"], stored_ledger["base_model_name_or_path"]) == (
+        4,
+        16.0,
+        str(source),
+    )
+    assert stored_ledger["target_modules"] == ["down_proj", "q_proj", "v_proj"]
     asked = ["--prompt=say 3", "--temperature=0", "--max_new_tokens=12", "--json", "--ignore_eos"]
     texts_of = []
     for more in ([f"--model={plain[0]}"], [f"--model={source}", f"--adapter={out}"], [f"--model={source}"]):

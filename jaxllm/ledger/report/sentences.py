@@ -47,7 +47,7 @@ def verdict(ledger: Ledger, notes: Footnotes | None = None, reserved_bytes: int 
     return f"does not fit: needs {need}, has {format_bytes(capacity)}; {over} over{kept}"
 
 
-def told_parameters(ledger: Ledger) -> str:
+def parameters_text(ledger: Ledger) -> str:
     """Returns the number of parameters as text, with the number of trained ones if not all are."""
     if ledger.trained in (None, ledger.parameters):
         return f"{ledger.parameters:,} parameters"
@@ -68,8 +68,8 @@ def work(ledger: Ledger, notes: Footnotes | None = None) -> str:
 
 def largest_first(ledger: Ledger) -> str:
     """Returns a sentence with the largest rows, which to reduce first, and their percentages of the peak."""
-    told = (
+    parts = (
         f"{row.name} {format_bytes(row.bytes_per_device)} ({row.bytes_per_device / ledger.peak_bytes:.0%})"
         for row in ledger.largest_rows(3)
     )
-    return f"Largest first: {'; '.join(told)}"
+    return f"Largest first: {'; '.join(parts)}"

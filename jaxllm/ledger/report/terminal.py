@@ -12,7 +12,7 @@ from jaxllm.hardware.detect import Device
 from jaxllm.ledger.compiled.inspection import Inspection
 from jaxllm.ledger.reconcile import COLUMNS, Reconciliation
 from jaxllm.ledger.report import comparison
-from jaxllm.ledger.report.sentences import Footnotes, largest_first, told_parameters, verdict, work
+from jaxllm.ledger.report.sentences import Footnotes, largest_first, parameters_text, verdict, work
 from jaxllm.ledger.rows import HOST, PERSISTENT, PHASES, Ledger, Unknown, format_bytes, format_si
 
 WIDTH = 100
@@ -22,7 +22,7 @@ _BYTES_WIDTH, _PERCENT_WIDTH, _GAP = len("1,023.99 MiB"), len("100"), 2
 def show_bill(ledger: Ledger, device: Device, console: Console) -> None:
     """Prints the persistent rows, the rows of the peak phase, their sum, and whether it fits the device."""
     notes = Footnotes()
-    title = f"ledger: {ledger.task} {ledger.model}, {told_parameters(ledger)}, {ledger.count} × {device.name}"
+    title = f"ledger: {ledger.task} {ledger.model}, {parameters_text(ledger)}, {ledger.count} × {device.name}"
     table = _table()
     peak = ledger.peak_phase
     names = max(len(name) for name in (*(row.name for row in ledger.rows), f"sum: {PERSISTENT}", f"sum: {peak}"))
@@ -164,12 +164,12 @@ def _matmul_line(inspection: Inspection, notes: Footnotes) -> str:
     found = inspection.matmul_counts
     if isinstance(found, Unknown):
         return f"Matmuls: {notes.mark(found, '')}"
-    told = f"Matmuls: {format_si(found['flops'], 'FLOP')} in {found['count']:,} runs"
+    sentence = f"Matmuls: {format_si(found['flops'], 'FLOP')} in {found['count']:,} runs"
     if found["uncounted"]:
-        told += "; not counted: " + ", ".join(f"{name} × {runs:,}" for name, runs in found["uncounted"].items())
+        sentence += "; not counted: " + ", ".join(f"{name} × {runs:,}" for name, runs in found["uncounted"].items())
     if found["unknown_loops"]:
-        told += f"; counted as one iteration: {', '.join(found['unknown_loops'])}"
-    return told
+        sentence += f"; counted as one iteration: {', '.join(found['unknown_loops'])}"
+    return sentence
 
 
 def _table() -> Table:

@@ -56,14 +56,14 @@ def test_all_missing_and_unexpected_tensors_are_listed(tmp_path):
         assert name in str(caught.value)
 
 
-def test_a_tensor_of_another_shape_is_told_before_any_is_read(tmp_path):
+def test_a_tensor_of_another_shape_is_reported_before_any_is_read(tmp_path):
     tensors = {"blk.0.attn_k.weight": np.ones((17, 32), np.float32)}
     path = rewritten(write_plain(tmp_path), tmp_path / "m.gguf", tensors=tensors)
     with pytest.raises(UserError, match=r"blk.0.attn_k.weight \[17, 32\]"):
         gguf.open_file(path)
 
 
-def test_damaged_files_are_told_before_anything_is_read(tmp_path):
+def test_damaged_files_are_reported_before_anything_is_read(tmp_path):
     whole = write_plain(tmp_path).read_bytes()
     path = tmp_path / "m.gguf"
     cases = {"is not a GGUF file": b"GGML" + whole[4:], "GGUF big-endian": whole[:4] + struct.pack(">I", 3) + whole[8:]}

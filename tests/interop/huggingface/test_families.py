@@ -267,7 +267,7 @@ def test_what_a_family_cannot_do(values, words):
     assert words in str(caught.value)
 
 
-def test_a_model_that_no_family_has_is_told_by_its_nearest():
+def test_a_model_without_a_family_names_the_nearest():
     model = dataclasses.replace(ARCHITECTURES["llama3-8b"], logit_softcap=5.0)
     with pytest.raises(UserError, match=r"the closest, llama, differs in logit_softcap \(5\.0 instead of 0\.0\)"):
         write_config(model)

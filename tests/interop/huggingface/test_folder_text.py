@@ -63,7 +63,7 @@ def test_chat_templates_of_releases(folder, files, template):
         ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja cannot be read as text"),
     ],
 )
-def test_what_cannot_be_read_is_told_and_not_left_out(folder, name, content, words):
+def test_what_cannot_be_read_is_reported_and_not_left_out(folder, name, content, words):
     (folder / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
         read(folder)

@@ -227,17 +227,17 @@ def test_what_is_no_model(tmp_path, spec, words):
     assert words in str(caught.value)
 
 
-def test_without_a_network_one_line_tells(monkeypatch):
+def test_without_a_network_one_line_reports_it(monkeypatch):
     def fails(name, allow_patterns):
         raise errors.LocalEntryNotFoundError("Got: ConnectError: no name service\nmore")
 
     monkeypatch.setattr(opening.huggingface_hub, "snapshot_download", fails)
     with pytest.raises(UserError) as caught:
         open_model("org/name")
-    told = str(caught.value)
-    assert told.startswith("org/name is not a local folder, and the Hugging Face hub cannot be reached")
-    assert "give a local folder" in told
-    assert "\n" not in told
+    message = str(caught.value)
+    assert message.startswith("org/name is not a local folder, and the Hugging Face hub cannot be reached")
+    assert "give a local folder" in message
+    assert "\n" not in message
 
 
 def test_the_hub_is_asked_for_what_is_needed(tmp_path, monkeypatch):
