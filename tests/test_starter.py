@@ -11,11 +11,11 @@ import runs
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["jaxllm.train", "--help"],
         ["jaxllm.sample", "--promt=x"],
-        ["jaxllm.ledger", "--config=nowhere.py"],
-        ["jaxllm.plan", "--help"],
-        ["jaxllm.convert"],
+        pytest.param(["jaxllm.train", "--help"], marks=pytest.mark.slow),
+        pytest.param(["jaxllm.ledger", "--config=nowhere.py"], marks=pytest.mark.slow),
+        pytest.param(["jaxllm.plan", "--help"], marks=pytest.mark.slow),
+        pytest.param(["jaxllm.convert"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

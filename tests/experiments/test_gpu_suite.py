@@ -64,6 +64,7 @@ def test_without_a_gpu_the_sizes_of_one_are_refused(tmp_path):
     assert "--tiny" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_packages_that_are_not_needed_need_not_be_there():
     """The suite runs without data readers and checkpoint readers, which a borrowed machine may lack."""
     code = """

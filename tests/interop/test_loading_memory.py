@@ -71,6 +71,7 @@ def test_tensors_that_are_kept_would_show(source):
     assert found["peak"] > 1.5 * found["final"] + 2 * found["tensor"] + SLACK, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "way"), [("bfloat16", "sharded"), ("bf16", "lora")])
 def test_on_a_mesh_one_array_is_beside_it(source, dtype, way):
     """Loads with ZeRO 3 on eight devices, and starts a LoRA run there: frozen weights are stored once."""

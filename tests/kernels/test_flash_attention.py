@@ -164,7 +164,7 @@ def test_the_cells_cover_every_pair(platform):
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)).replace(" ", ""))
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.once)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_output_and_gradients(dtype, cell):
     found = errors(cell, dtype)
     assert max(found) <= LIMIT[dtype], found
