@@ -23,7 +23,7 @@ from jaxllm.decode import weights
 from jaxllm.hardware import detect
 from jaxllm.ledger.compiled import absent, hlo
 from jaxllm.ledger.compiled.traffic import traffic
-from jaxllm.model.specs import parameter_count
+from jaxllm.ledger.formula import flops
 
 DEVICE, CONTEXT, STEPS = "h100", 4096, 8
 # Model, sequences, and format of the cache.
@@ -53,11 +53,7 @@ def measure(name: str, batch: int, cache: str) -> dict[str, Any]:
     executable = absent.compile_for(program, absent.require_compiler(device.name, device.compile_target), 1)
     seconds = time.perf_counter() - began
     moved = traffic(hlo.parse(executable.as_text()), per_iteration=True)
-    elements = parameter_count(model) - (0 if model.tied_embeddings else model.vocab_size * model.width)
-    if model.experts:  # only the chosen experts are needed
-        unused = model.experts - min(batch * model.experts_per_token, model.experts)
-        elements -= model.layers * unused * 3 * model.width * model.mlp_width
-    needed = elements * 2 + program.inputs[1].cache.nbytes
+    needed = flops.decode_token(model, batch, context, "bf16", cache).bytes
     return {
         "model": name,
         "batch": batch,

@@ -1,6 +1,5 @@
 """Text generator on the host: batches and prefills prompts, runs the decode loop and decodes tokens to text."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,8 @@ from jaxllm.decode.generate import DECODE_STEPS, PREFILL_CHUNK
 from jaxllm.decode.state import DecodeState
 from jaxllm.engine.request import Result, SampleRequest, Times, check, options_of
 from jaxllm.engine.stop_strings import StopStream
+from jaxllm.engine.weights import InferenceWeights
 from jaxllm.errors import UserError
-from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.tokenizer import StreamDecoder, Tokenizer
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.compiled import inspection
@@ -73,23 +72,6 @@ def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
     return min(1 << (needed - 1).bit_length(), model.context_length)
 
 
-@dataclasses.dataclass(frozen=True)
-class InferenceWeights:
-    """Weights in the layout of inference on this machine."""
-
-    tree: Any
-
-
-def load_weights(opened: Pretrained, dtype: jax.typing.DTypeLike) -> InferenceWeights:
-    """Loads a model's weights in the layout of inference on this machine, with at most one array in memory twice.
-
-    Raises:
-      UserError: The weights do not match the configuration.
-    """
-    layout = weights.layout_for(jax.default_backend())
-    return InferenceWeights(weights.arrange(opened.load(dtype), opened.model, layout, release=True))
-
-
 class _RowOutput:
     """Output of one prompt during generation: its tokens and its text."""
 
@@ -129,8 +111,8 @@ class Generator:
 
     Args:
       model: Architecture of the model.
-      params: Result of `load_weights`, or a parameter tree as in training, of any floating-point dtype, which is
-        converted to `dtype` and to the layout of inference.
+      params: Result of `engine.weights.load_weights`, or a parameter tree as in training, of any floating-point dtype,
+        which is converted to `dtype` and to the layout of inference.
       tokenizer: Tokenizer of the model.
       dtype: Dtype of weights and computation, and of the cache if `cache_dtype` is None.
       cache_dtype: Dtype of the cache; int8 adds scales.

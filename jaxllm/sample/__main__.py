@@ -26,6 +26,7 @@ from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import Result, SampleRequest, Times, check
+from jaxllm.engine.weights import load_weights
 from jaxllm.errors import UserError
 from jaxllm.interop import peft
 from jaxllm.interop.pretrained import Pretrained
@@ -149,7 +150,7 @@ def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
 def _sample(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, bill: SamplingBill, dtype: Any) -> None:
     cache = cache_lib.dtype_of(_CACHE_DTYPE.value, dtype)
     options: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value}
-    generator = Generator(opened.model, engine.load_weights(opened, dtype), tokenizer, dtype, **options)
+    generator = Generator(opened.model, load_weights(opened, dtype), tokenizer, dtype, **options)
     streaming = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if streaming else None)
     if _JSON.value:

@@ -16,6 +16,7 @@ from jaxllm import commandline
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import Result, SampleRequest, Times
+from jaxllm.engine.weights import load_weights
 from jaxllm.errors import UserError
 from jaxllm.interop import chat
 from jaxllm.interop.chat import ChatTokenizer, Message
@@ -104,7 +105,7 @@ def run(
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
     with out_of_memory.explained(lambda error: bills[-1].oom_message("in the conversation", error)):
         generator = Generator(
-            opened.model, engine.load_weights(opened, dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit
+            opened.model, load_weights(opened, dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit
         )
         turns = _run_turns(Conversation(generator, opened.text, request), prompts, as_json)
     if turns:

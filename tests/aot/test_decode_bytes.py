@@ -17,6 +17,7 @@ from jaxllm.decode.weights import WeightLayout
 from jaxllm.hardware import detect
 from jaxllm.ledger.compiled import absent, hlo
 from jaxllm.ledger.compiled.traffic import traffic
+from jaxllm.ledger.formula import flops
 from jaxllm.model import layer_cache
 from jaxllm.model.specs import parameter_count
 
@@ -103,11 +104,7 @@ def on_h100(name, batch, cache, layout=WeightLayout.PER_LAYER):
     program = programs.decode(model, batch, 8, CAPACITY, jnp.bfloat16, cache, layout)
     executable = absent.compile_for(program, absent.require_compiler(device.name, device.compile_target), 1)
     moved = traffic(hlo.parse(executable.as_text()), per_iteration=True)
-    elements = parameter_count(model) - (0 if model.tied_embeddings else model.vocab_size * model.width)
-    if model.experts:  # those of one token
-        unused = model.experts - min(batch * model.experts_per_token, model.experts)
-        elements -= model.layers * unused * 3 * model.width * model.mlp_width
-    once = elements * BF16 + program.inputs[1].cache.nbytes
+    once = flops.decode_token(model, batch, CAPACITY, "bf16", "int8" if cache == jnp.int8 else "bf16").bytes
     return moved, once, executable.memory_analysis().temp_size_in_bytes, model
 
 

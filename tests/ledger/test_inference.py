@@ -94,7 +94,7 @@ def test_peaks_are_near_xlas(cell):
         xla = inspection.figures(program.compile())["peak"]
         if phase == PREFILL and model.attention_softcap and JAX >= (0, 11):
             # Newer XLA materializes one more constant in the shape of the scores than the rules, which are of 0.10.
-            one = Pass(model, batch, capacity, chunk, FLOAT32, "cpu", True)
+            one = Pass(model, batch, capacity, chunk, FLOAT32, True)
             xla -= one.count * model.heads * sum(one.key_counts) * FLOAT32
         peaks.assert_near(ledger, phase, xla, bounds)
 

@@ -43,7 +43,7 @@ if NEWER:
 
 def _pass(cell):
     model, batch, capacity, tokens, _ = CELLS[cell]
-    return Pass(model, batch, capacity, tokens or 1, 4, "cpu", True)
+    return Pass(model, batch, capacity, tokens or 1, 4, True)
 
 
 def _phase(cell):

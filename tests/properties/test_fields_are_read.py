@@ -189,7 +189,7 @@ def uncovered(config):
 
 
 class Observers:
-    """What a configuration leads to, each in a form that can be compared."""
+    """Programs, files and texts that a configuration leads to, each in a form that can be compared."""
 
     def __init__(self, folder, patch):
         self.folder, self.runs, self._seen = folder, 0, {}

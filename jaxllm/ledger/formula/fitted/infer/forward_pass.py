@@ -43,7 +43,6 @@ class Pass:
     Attributes:
       capacity: tokens per sequence.
       c: bytes per element of the compute dtype.
-      platform: cpu | gpu | tpu.
       cached: True with a KV cache. Without one, the pass runs all tokens of the sequences, which attend to one another.
     """
 
@@ -52,7 +51,6 @@ class Pass:
     capacity: int
     tokens: int
     c: int
-    platform: str
     cached: bool
 
     @property
@@ -63,12 +61,6 @@ class Pass:
     def hidden(self) -> int:
         """Bytes of one hidden state per token, for all tokens."""
         return self.count * self.model.width * self.c
-
-    @property
-    def wraps(self) -> bool:
-        """True if ring-buffer layers take in several tokens: they read old slots and write new ones separately."""
-        rings = (self.slots(kind) < self.capacity for kind in self.model.pattern)
-        return self.tokens > 1 and any(rings)
 
     def slots(self, kind: str) -> int:
         """Returns the cache slots per sequence of a layer of this kind; `capacity` without a cache."""

@@ -34,7 +34,7 @@ def workspace_rows(
       cache_dtype: format of the cache, for prefill on a TPU; "" is the format of the weights.
       vector_memory: bytes of vector memory available to a program's arrays, for prefill on a TPU.
     """
-    one = Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), platform, cached)
+    one = Pass(model, batch, capacity, tokens, formats.compute_itemsize(weight_dtype, platform), cached)
     if platform == "cpu":
         made = cpu.workspace_rows(one, phase)
     elif platform == "gpu":
