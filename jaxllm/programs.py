@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Architecture, Config, remat
 from jaxllm.config import attention as attention_choice
 from jaxllm.data import BATCH_FIELDS
-from jaxllm.decode import generate, weights
-from jaxllm.decode import state as decode_state
+from jaxllm.decode import generate, sharding, weights
 from jaxllm.decode.state import DecodeState
 from jaxllm.decode.weights import WeightLayout
-from jaxllm.model import adapter_specs, adapters, specs
+from jaxllm.model import adapter_specs, adapters
+from jaxllm.parallel.collectives import Collectives
 from jaxllm.parallel.mesh import batch_sharding, replicated
 from jaxllm.step import precision
 from jaxllm.step import state as state_lib
@@ -30,6 +30,10 @@ from jaxllm.step.precision import policy_for
 from jaxllm.step.spec import StepSpec
 from jaxllm.step.state import TrainState
 from jaxllm.step.train_step import train_step as train_step_function
+
+# Partition of inputs and outputs of inference with one row per sequence, and the argument `limit` of decoding.
+_ROWS = PartitionSpec("data")
+_LIMIT = ((jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec()),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,10 +184,49 @@ def eval_step(config: Config, step_spec: StepSpec, mesh: Mesh) -> Program:
     return Program("eval_step", jitted, ((state.params, state.frozen), batch), ())
 
 
-def _inference_params(model: Architecture, dtype: jax.typing.DTypeLike, layout: WeightLayout) -> Any:
-    """Returns the abstract parameters for inference: in the compute dtype, without float32 master copies."""
-    params = specs.abstract(specs.param_specs(model), dtype)
-    return jax.eval_shape(lambda params: weights.arrange(params, model, layout), params)
+def _inference(
+    name: str,
+    function: Callable[..., Any],
+    model: Architecture,
+    batch: int,
+    capacity: int,
+    arguments: tuple[tuple[Any, PartitionSpec], ...],
+    out_rows: int,
+    dtype: jax.typing.DTypeLike,
+    cache_dtype: jax.typing.DTypeLike | None,
+    layout: WeightLayout,
+    mesh: Mesh | AbstractMesh | None,
+    with_cache: bool = True,
+) -> Program:
+    """Builds a program (params, state, *arguments) -> state, or (state, tokens), which donates the state.
+
+    On a mesh, the function runs on each device's shards inside `jax.shard_map`, with explicit collectives.
+
+    Args:
+      function: Function (params, state, *arguments, architecture, collectives).
+      arguments: (shape and dtype, partition on a mesh) of each further argument.
+      out_rows: Number of outputs after the state, with one row per row of the batch.
+    """
+    params = sharding.abstract_params(model, dtype, layout, mesh)
+    cache_dtype = dtype if cache_dtype is None else cache_dtype
+    state = sharding.abstract_state(model, batch, capacity, cache_dtype, layout, mesh, with_cache)
+    declared, collectives = weights.model_in(model, layout), sharding.collectives(mesh)
+
+    def run(params: Any, state: DecodeState, *arguments: jax.Array) -> Any:
+        return function(weights.restore(params, layout), state, *arguments, declared, collectives)
+
+    inputs = [argument for argument, _ in arguments]
+    if mesh is not None:
+        inputs = [x.update(sharding=NamedSharding(mesh, partition)) for x, partition in arguments]
+        kept = sharding.partitions(state)
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(sharding.partitions(params), kept, *(partition for _, partition in arguments)),
+            out_specs=(kept, *[_ROWS] * out_rows) if out_rows else kept,
+            check_vma=False,
+        )
+    return Program(name, jax.jit(run, donate_argnums=1), (params, state, *inputs), (1,))
 
 
 def prefill(
@@ -194,28 +237,24 @@ def prefill(
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike | None = None,
     layout: WeightLayout = WeightLayout.TRAINING,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Program:
     """Builds the program (params, state, tokens [B, C], valid [B, C]) -> state, which donates the state.
 
     Args:
-      batch: Rows B.
+      model: Architecture of the model.
+      batch: Rows B, over all devices.
       chunk: Tokens C per row and call.
       capacity: Maximum tokens per row.
       dtype: Dtype of the parameters.
       cache_dtype: Dtype of the cached keys and values; None means `dtype`.
       layout: Layout of the parameters and the cache.
+      mesh: Device mesh; None for one device.
     """
-    tokens = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
-    valid = jax.ShapeDtypeStruct((batch, chunk), bool)
-    params = _inference_params(model, dtype, layout)
-    model = weights.model_in(model, layout)
-    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
-
-    def run(params: Any, state: DecodeState, tokens: jax.Array, valid: jax.Array) -> DecodeState:
-        return generate.prefill(weights.restore(params, layout), state, tokens, valid, model)
-
-    inputs = (params, state, tokens, valid)
-    return Program("prefill", jax.jit(run, donate_argnums=1), inputs, (1,))
+    shape = (batch, chunk)
+    arguments = ((jax.ShapeDtypeStruct(shape, jnp.int32), _ROWS), (jax.ShapeDtypeStruct(shape, bool), _ROWS))
+    sizes = (model, batch, capacity, arguments, 0)
+    return _inference("prefill", generate.prefill, *sizes, dtype, cache_dtype, layout, mesh)
 
 
 def decode(
@@ -226,28 +265,19 @@ def decode(
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike | None = None,
     layout: WeightLayout = WeightLayout.TRAINING,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Program:
     """Builds the program (params, state, limit) -> (state, tokens [B, steps]), which runs at most `limit` steps.
 
-    The state is donated.
-
-    Args:
-      batch: Rows B.
-      steps: Static maximum number of steps, the width of the returned tokens.
-      capacity: Maximum tokens per row.
-      dtype: Dtype of the parameters.
-      cache_dtype: Dtype of the cached keys and values; None means `dtype`.
-      layout: Layout of the parameters and the cache.
+    The state is donated. Arguments are those of `prefill`, with `steps` in place of `chunk`: the static maximum number
+    of steps, which is the width of the returned tokens.
     """
-    params = _inference_params(model, dtype, layout)
-    model = weights.model_in(model, layout)
-    state = decode_state.abstract(model, batch, capacity, dtype if cache_dtype is None else cache_dtype)
 
-    def run(params: Any, state: DecodeState, limit: jax.Array) -> tuple[DecodeState, jax.Array]:
-        return generate.decode(weights.restore(params, layout), state, limit, model, steps)
+    def run(params: Any, state: DecodeState, limit: jax.Array, model: Architecture, collectives: Collectives) -> Any:
+        return generate.decode(params, state, limit, model, steps, collectives)
 
-    inputs = (params, state, jax.ShapeDtypeStruct((), jnp.int32))
-    return Program("decode", jax.jit(run, donate_argnums=1), inputs, (1,))
+    sizes = (model, batch, capacity, _LIMIT, 1)
+    return _inference("decode", run, *sizes, dtype, cache_dtype, layout, mesh)
 
 
 def decode_without_cache(
@@ -257,14 +287,12 @@ def decode_without_cache(
     capacity: int,
     dtype: jax.typing.DTypeLike,
     layout: WeightLayout = WeightLayout.TRAINING,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Program:
     """Builds the `decode` program with a full forward pass per token; its state stores tokens instead of a cache."""
-    params = _inference_params(model, dtype, layout)
-    model = weights.model_in(model, layout)
-    state = decode_state.abstract(model, batch, capacity, dtype, with_cache=False)
 
-    def run(params: Any, state: DecodeState, limit: jax.Array) -> tuple[DecodeState, jax.Array]:
-        return generate.decode_without_cache(weights.restore(params, layout), state, limit, model, steps)
+    def run(params: Any, state: DecodeState, limit: jax.Array, model: Architecture, collectives: Collectives) -> Any:
+        return generate.decode_without_cache(params, state, limit, model, steps, collectives)
 
-    inputs = (params, state, jax.ShapeDtypeStruct((), jnp.int32))
-    return Program("decode_without_cache", jax.jit(run, donate_argnums=1), inputs, (1,))
+    sizes = (model, batch, capacity, _LIMIT, 1)
+    return _inference("decode_without_cache", run, *sizes, dtype, dtype, layout, mesh, with_cache=False)

@@ -49,6 +49,11 @@ def create(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTy
     return KVCache(kv, jnp.zeros(batch, jnp.int32), capacity)
 
 
+def create_like(cache: KVCache) -> KVCache:
+    """Creates an empty cache with the shapes, dtypes and shardings of an abstract one."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), cache)
+
+
 def abstract(model: Architecture, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> KVCache:
     """Returns the abstract cache of `jax.ShapeDtypeStruct`s, without allocating arrays."""
     kv = _arrays(model, batch, capacity, dtype)

@@ -17,6 +17,7 @@ from jaxllm.decode import sampling as sampling_lib
 from jaxllm.decode.cache import KVCache
 from jaxllm.decode.state import END, LENGTH, PAD, RUNNING, DecodeState, TokenBuffer, mark_seen
 from jaxllm.model import transformer
+from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
 
 PREFILL_CHUNK = 128  # prompt tokens per row and prefill call
 DECODE_STEPS = 8  # tokens per row and decode call; the host checks the text between calls
@@ -33,7 +34,12 @@ def _positions(lengths: Int[Array, " B"], valid: Bool[Array, "B T"]) -> Int[Arra
 
 
 def extend(
-    params: Any, cache: KVCache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], model: Architecture
+    params: Any,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    model: Architecture,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Runs new tokens through the model and appends them to the cache.
 
@@ -43,6 +49,7 @@ def extend(
       tokens: New tokens of each row.
       valid: False for padding, which may be anywhere: the position of a token is the number of valid tokens before it.
       model: Architecture of the model.
+      collectives: Collectives for the mesh sizes.
 
     Returns:
       (float32 logits after the last valid token of each row, undefined for rows without one; the updated cache).
@@ -54,18 +61,24 @@ def extend(
         positions,
         model,
         valid=valid,
+        collectives=collectives,
         cache=cache.kv,
         lengths=cache.lengths,
         capacity=cache.capacity,
     )
     counts = valid.sum(1, dtype=jnp.int32)
     last = (valid * jnp.arange(tokens.shape[1])[None, :]).max(1)
-    logits = transformer.logits(_select_token(hidden, last), params, model)
+    logits = transformer.logits(_select_token(hidden, last), params, model, collectives)
     return logits, KVCache(kv, cache.lengths + counts, cache.capacity)
 
 
 def prefill(
-    params: Any, state: DecodeState, tokens: Int[Array, "B C"], valid: Bool[Array, "B C"], model: Architecture
+    params: Any,
+    state: DecodeState,
+    tokens: Int[Array, "B C"],
+    valid: Bool[Array, "B C"],
+    model: Architecture,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> DecodeState:
     """Prefills one chunk of the prompts and samples each row's next token.
 
@@ -75,9 +88,10 @@ def prefill(
       tokens: Next C tokens of every prompt; rows with fewer are padded, on either side.
       valid: False for padding. Rows without valid tokens keep their next token.
       model: Architecture of the model.
+      collectives: Collectives for the mesh sizes.
     """
     assert isinstance(state.cache, KVCache)
-    logits, cache = extend(params, state.cache, tokens, valid, model)
+    logits, cache = extend(params, state.cache, tokens, valid, model, collectives)
     seen = mark_seen(state.seen, tokens, valid)
     sampled = sampling_lib.next_tokens(logits, seen, state.sampling, cache.lengths)
     return state.replace(cache=cache, next=jnp.where(valid.any(1), sampled, state.next), seen=seen)
@@ -109,12 +123,18 @@ def _decode_loop(
     step: Callable[[DecodeState], tuple[Int[Array, " B"], DecodeState]],
     steps: int,
     limit: Int[Array, ""],
+    collectives: Collectives,
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
-    """Runs steps in a device loop until all rows are finished, at most `limit` times."""
+    """Runs steps in a device loop until all rows are finished, at most `limit` times.
+
+    Devices with different rows all make `limit` steps, because those with the same rows meet in every step and finished
+    rows do not change.
+    """
 
     def unfinished(carry: tuple[Array, DecodeState, Array]) -> Array:
         i, state, _ = carry
-        return (i < jnp.minimum(limit, steps)) & ~state.finished.all()
+        more = i < jnp.minimum(limit, steps)
+        return more if collectives.batch > 1 else more & ~state.finished.all()
 
     def body(carry: tuple[Array, DecodeState, Array]) -> tuple[Array, DecodeState, Array]:
         i, state, buffer = carry
@@ -127,7 +147,12 @@ def _decode_loop(
 
 
 def decode(
-    params: Any, state: DecodeState, limit: Int[Array, ""], model: Architecture, steps: int
+    params: Any,
+    state: DecodeState,
+    limit: Int[Array, ""],
+    model: Architecture,
+    steps: int,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
     """Decodes up to `limit` more tokens of every unfinished row.
 
@@ -137,6 +162,7 @@ def decode(
       limit: Maximum number of tokens per row in this call.
       model: Architecture of the model.
       steps: Static upper bound of `limit`, the width of the returned tokens.
+      collectives: Collectives for the mesh sizes.
 
     Returns:
       (state, tokens; PAD where a row was finished or no step was made).
@@ -146,15 +172,20 @@ def decode(
         cache = state.cache
         assert isinstance(cache, KVCache)
         tokens, state = _emit(state, state.next)
-        logits, cache = extend(params, cache, tokens[:, None], ~state.finished[:, None], model)
+        logits, cache = extend(params, cache, tokens[:, None], ~state.finished[:, None], model, collectives)
         sampled = sampling_lib.next_tokens(logits, state.seen, state.sampling, cache.lengths)
         return tokens, state.replace(cache=cache, next=jnp.where(state.finished, state.next, sampled))
 
-    return _decode_loop(state, step, steps, limit)
+    return _decode_loop(state, step, steps, limit, collectives)
 
 
 def decode_without_cache(
-    params: Any, state: DecodeState, limit: Int[Array, ""], model: Architecture, steps: int
+    params: Any,
+    state: DecodeState,
+    limit: Int[Array, ""],
+    model: Architecture,
+    steps: int,
+    collectives: Collectives = SINGLE_DEVICE,
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
     """Decodes like `decode`, but with a full forward pass over the whole token buffer per token."""
 
@@ -162,8 +193,8 @@ def decode_without_cache(
         history = state.cache
         assert isinstance(history, TokenBuffer)
         positions = jnp.broadcast_to(jnp.arange(history.capacity), history.tokens.shape)
-        hidden, _, _ = transformer.forward(params, history.tokens, positions, model)
-        logits = transformer.logits(_select_token(hidden, history.lengths - 1), params, model)
+        hidden, _, _ = transformer.forward(params, history.tokens, positions, model, collectives=collectives)
+        logits = transformer.logits(_select_token(hidden, history.lengths - 1), params, model, collectives)
         sampled = sampling_lib.next_tokens(logits, state.seen, state.sampling, history.lengths)
         tokens, state = _emit(state, sampled)
         # The token of a finished row gets an out-of-bounds index and is dropped.
@@ -172,4 +203,4 @@ def decode_without_cache(
         history = history.replace(tokens=written, lengths=history.lengths + ~state.finished)
         return tokens, state.replace(cache=history)
 
-    return _decode_loop(state, step, steps, limit)
+    return _decode_loop(state, step, steps, limit, collectives)

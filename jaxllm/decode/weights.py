@@ -83,6 +83,34 @@ def arrange(params: Any, model: Architecture, layout: WeightLayout, release: boo
     return {**params, "tail": tuple(layers)}
 
 
+def repeat_kv_heads(params: Any, model: Architecture, kv_heads: int, release: bool = False) -> Any:
+    """Repeats each key/value head of a tree in the layout of training, so that there are `kv_heads` of them.
+
+    Queries need no change: query heads i·N/K to (i + 1)·N/K of the model read head i, and devices that store copies of
+    that head have consecutive parts of these query heads.
+
+    Args:
+      params: Parameter tree of `model`.
+      model: Architecture of the model.
+      kv_heads: A multiple of the model's key/value heads.
+      release: Whether to delete each source array as soon as it is repeated.
+    """
+    if kv_heads == model.kv_heads:
+        return params
+
+    def repeat(path: Any, x: jax.Array) -> jax.Array:
+        names = [str(getattr(key, "key", "")) for key in path]
+        has_heads = names[-1] in ("k", "v", "k_bias", "v_bias")
+        if not has_heads and not (model.qk_norm_over == "projection" and "k_norm" in names):
+            return x
+        repeated = jnp.repeat(x, kv_heads // model.kv_heads, axis=-2)
+        if release:
+            _delete(x)
+        return repeated
+
+    return jax.tree_util.tree_map_with_path(repeat, params)
+
+
 def restore(params: Any, layout: WeightLayout) -> Any:
     """Returns weights in a layout that model code reads. For use inside a jitted program, where this is free."""
     return _move_axis(params, -1, -3) if layout is WeightLayout.TPU else params

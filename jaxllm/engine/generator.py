@@ -7,20 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm import programs
 from jaxllm.config import Architecture
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import sampling as sampling_lib
+from jaxllm.decode import sharding, weights
 from jaxllm.decode import state as state_lib
-from jaxllm.decode import weights
 from jaxllm.decode.generate import DECODE_STEPS, PREFILL_CHUNK
+from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.decode.state import DecodeState
 from jaxllm.engine.request import Result, SampleRequest, Times, check, options_of
-from jaxllm.engine.stop_strings import StopStream
-from jaxllm.engine.weights import InferenceWeights
+from jaxllm.engine.row_output import RowOutput
+from jaxllm.engine.weights import InferenceWeights, arrange
 from jaxllm.errors import UserError
-from jaxllm.interop.tokenizer import StreamDecoder, Tokenizer
+from jaxllm.interop.tokenizer import Tokenizer
 from jaxllm.ledger import device as device_lib
 from jaxllm.ledger.compiled import inspection
 from jaxllm.ledger.rows import Figure
@@ -72,40 +74,6 @@ def capacity_for(longest: int, max_new_tokens: int, model: Architecture) -> int:
     return min(1 << (needed - 1).bit_length(), model.context_length)
 
 
-class _RowOutput:
-    """Output of one prompt during generation: its tokens and its text."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], ends: Sequence[int]):
-        self._decoder = StreamDecoder(tokenizer)
-        self._stream = StopStream(stop)
-        self._ends = ends
-        self.tokens: list[int] = []
-        self.text = ""
-
-    @property
-    def stopped(self) -> bool:
-        """True if a stop string has ended the text."""
-        return self._stream.stopped
-
-    def push(self, tokens: np.ndarray) -> str:
-        """Appends this row of a token buffer; returns the new text that no later token can change."""
-        text = ""
-        for token in tokens[tokens != state_lib.PAD].tolist():
-            if self.stopped:  # sampled before the host found the stop string
-                break
-            self.tokens.append(token)
-            if token not in self._ends:
-                text += self._stream.push(self._decoder.push([token]))
-        self.text += text
-        return text
-
-    def finish(self) -> str:
-        """Ends the output; returns the text that was held back."""
-        text = self._stream.push(self._decoder.finish()) + self._stream.finish()
-        self.text += text
-        return text
-
-
 class Generator:
     """Text generator: a model, its weights, a tokenizer and the compiled programs.
 
@@ -122,6 +90,7 @@ class Generator:
       use_cache: Whether to use a KV cache; False runs a full forward pass per token.
       admit: Admission check, called before a call allocates anything. If it raises, the call ends and the generator
         remains usable.
+      mesh: Device mesh with axes of `parallel.mesh`, over which `params` are sharded; None for one device.
 
     Attributes:
       live: Bytes on the device in the last call: "weights" and, if there was one, "KV cache".
@@ -143,6 +112,7 @@ class Generator:
         steps: int = DECODE_STEPS,
         use_cache: bool = True,
         admit: AdmissionCheck | None = None,
+        mesh: Mesh | None = None,
     ):
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(
@@ -151,9 +121,9 @@ class Generator:
             )
         self._model = model
         self._layout = weights.layout_for(jax.default_backend())
+        self._mesh = mesh
         if not isinstance(params, InferenceWeights):
-            params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-            params = InferenceWeights(weights.arrange(params, model, self._layout))
+            params = arrange(jax.tree.map(lambda x: jnp.asarray(x, dtype), params), model, dtype, mesh)
         self._params = params.tree
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -201,13 +171,18 @@ class Generator:
         if self._admit is not None:
             self._admit(len(ids), capacity)
         ends = () if request.ignore_eos else tuple(self._tokenizer.end_ids)
-        rows = [_RowOutput(self._tokenizer, request.stop, ends) for _ in prompts]
+        rows = [RowOutput(self._tokenizer, request.stop, ends) for _ in prompts]
         emit = on_text or (lambda _index, _text: None)
+
+        # Rows that fill up the batch of every device; their outputs are not used.
+        options = options_of(request, len(ids))
+        padding = -len(ids) % sharding.size_of(self._mesh).data
+        ids, options = ids + ids[-1:] * padding, options + options[-1:] * padding
 
         began = time.perf_counter()
         decode = self._program("decode" if self._use_cache else "decode_without_cache", len(ids), capacity)
         prefill = self._program("prefill", len(ids), capacity) if self._use_cache else None
-        state = self._start(ids, request, capacity, ends)
+        state = self._start(ids, options, request.max_new_tokens, capacity, ends)
         ready = time.perf_counter()
         if prefill is not None:
             state = self._prefill(prefill, state, ids, capacity)
@@ -222,7 +197,7 @@ class Generator:
                 if text:
                     emit(index, text)
                 finished[index] |= row.stopped
-            if finished.all():
+            if finished[: len(rows)].all():
                 break
             state = state.replace(finished=jnp.array(finished))
         ended = time.perf_counter()
@@ -234,14 +209,15 @@ class Generator:
             text = row.finish()
             if text:
                 emit(index, text)
-        reasons = np.asarray(state.reason).tolist()
+        reasons = np.asarray(state.reason)[: len(rows)].tolist()
         results = [
             Result(prompt, row.text, row.tokens, "stop" if row.stopped else state_lib.REASONS[reason])
             for prompt, row, reason in zip(prompts, rows, reasons, strict=True)
         ]
         new = sum(len(row.tokens) for row in rows)
         rate = (new - len(rows)) / (ended - first) if ended > first else 0.0
-        times = Times(ready - began, first - ready, ended - first, sum(map(len, ids)), new, rate)
+        prompt_tokens = sum(map(len, ids[: len(rows)]))
+        times = Times(ready - began, first - ready, ended - first, prompt_tokens, new, rate)
         return results, times
 
     def compiled_peaks(self) -> dict[str, Figure]:
@@ -257,7 +233,7 @@ class Generator:
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
-            options: dict[str, Any] = {"layout": self._layout}
+            options: dict[str, Any] = {"layout": self._layout, "mesh": self._mesh}
             if self._use_cache:
                 options["cache_dtype"] = self._cache_dtype
             program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **options)
@@ -265,17 +241,26 @@ class Generator:
         return self._compiled[key]
 
     def _start(
-        self, ids: Sequence[np.ndarray], request: SampleRequest, capacity: int, ends: Sequence[int]
+        self,
+        ids: Sequence[np.ndarray],
+        options: Sequence[SamplingOptions],
+        max_new_tokens: int,
+        capacity: int,
+        ends: Sequence[int],
     ) -> DecodeState:
         B = len(ids)
-        sampling = sampling_lib.make_params(options_of(request, B), ids, self._tokenizer.vocab_size)
+        sampling = sampling_lib.make_params(options, ids, self._tokenizer.vocab_size)
         # The capacity bounds every row; clamp, because a larger value may not fit in an int32.
-        limits, end_ids = [min(request.max_new_tokens, capacity)] * B, [ends] * B
+        limits, end_ids = [min(max_new_tokens, capacity)] * B, [ends] * B
+        dtype = self._cache_dtype if self._use_cache else self._dtype
+        like = sharding.abstract_state(
+            self._model, B, capacity, dtype, self._layout, self._mesh, with_cache=self._use_cache
+        )
         if not self._use_cache:
-            return state_lib.start_without_cache(self._model, ids, capacity, sampling, limits, end_ids)
-        declared = weights.model_in(self._model, self._layout)
-        cache = cache_lib.create(declared, B, capacity, self._cache_dtype)
-        return state_lib.start(self._model, cache, sampling, limits, end_ids)
+            state = state_lib.start_without_cache(self._model, ids, capacity, sampling, limits, end_ids)
+        else:
+            state = state_lib.start(self._model, cache_lib.create_like(like.cache), sampling, limits, end_ids)
+        return state if self._mesh is None else sharding.place(state, like)
 
     def _prefill(
         self, program: Callable[..., Any], state: DecodeState, ids: Sequence[np.ndarray], capacity: int

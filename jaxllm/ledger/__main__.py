@@ -19,6 +19,7 @@ from rich.console import Console
 
 from jaxllm import commandline
 from jaxllm.checkpoints import open_any
+from jaxllm.config import inference_mesh
 from jaxllm.decode.generate import DECODE_STEPS, PREFILL_CHUNK
 from jaxllm.errors import UserError
 from jaxllm.hardware import detect
@@ -47,6 +48,7 @@ _WEIGHTS = flags.DEFINE_enum(
 _CACHE = flags.DEFINE_enum(
     "cache", AUTO, [AUTO, *formats.CACHE_FORMATS], "infer: KV cache format; auto is the compute dtype."
 )
+_MESH = flags.DEFINE_string("mesh", "tensor=1", "infer: devices, as tensor=N or data=M,tensor=N.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object to standard output, and nothing else.")
 _HTML = flags.DEFINE_string("html", None, "Write the bill to an HTML file with a what-if form.")
 _PNG = flags.DEFINE_string("png", None, "Write the bill to a PNG file.")
@@ -64,9 +66,13 @@ def main() -> int:
         chunk=PREFILL_CHUNK,
         weights=_WEIGHTS.value,
         cache=_CACHE.value,
+        mesh=inference_mesh.parse(_MESH.value),
     )
-    if _TASK.value == "infer" and (_COUNT.value or 1) != 1:
-        raise UserError(f"--task infer bills one device, but --count is {_COUNT.value}")
+    if _TASK.value == "infer" and (_COUNT.value or asked.mesh.count) != asked.mesh.count:
+        raise UserError(
+            f"--count is {_COUNT.value}, but --mesh {asked.mesh} has {asked.mesh.count} device(s); "
+            f"give --mesh=tensor={_COUNT.value}"
+        )
     makers = {"train": request.train, "infer": request.infer}
     tasks = TASKS if _TASK.value == "both" else (_TASK.value,)
     if _COMPILE.value and "infer" in tasks:
@@ -115,15 +121,16 @@ def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, In
 
 def _sampling(asked: BillRequest) -> SamplingSpec:
     context = request.context_of(asked)
-    return SamplingSpec(asked.batch, context, min(asked.chunk, context), DECODE_STEPS, asked.cache)
+    batch = asked.mesh.rows(asked.batch) * asked.mesh.data
+    return SamplingSpec(batch, context, min(asked.chunk, context), DECODE_STEPS, asked.cache, asked.mesh)
 
 
 def _inspect(asked: BillRequest, task: str) -> dict[str, Inspection]:
     sampling = _sampling(asked) if task == "infer" else None
     if _DEVICE.value != "auto":
-        count = 1 if sampling else request.count_of(asked)
+        count = asked.mesh.count if sampling else request.count_of(asked)
         return absent.inspect(asked.config, _DEVICE.value, count, sampling)
-    over = absent.abstract_mesh(asked.config) if sampling else mesh.make_mesh(asked.config.mesh)
+    over = mesh.make_mesh(asked.mesh.config if sampling else asked.config.mesh)
     made = task_programs(asked.config, asked.model, asked.device.platform, over, sampling)
     return {name: inspection.inspect(program.compile) for name, program in made.items()}
 

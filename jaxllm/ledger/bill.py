@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxllm.architectures import ARCHITECTURES
 from jaxllm.config import Architecture, Config
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula import inference_memory, roofline, training_memory
 from jaxllm.ledger.formula.exact import run as run_lib
@@ -43,20 +44,23 @@ def sampling(
     weights: str = AUTO,
     cache: str = AUTO,
     use_cache: bool = True,
+    mesh: InferenceMesh = ONE_DEVICE,
 ) -> Ledger:
-    """Returns the ledger of decoding on a device, with the compute of one token.
+    """Returns the ledger of decoding, for one device of a mesh, with the compute of one token.
 
     Args:
       name: Name of the model, for the title.
       model: Architecture of the model.
       device: Device to bill, attached or absent.
-      batch: Number of sequences decoded together.
+      batch: Number of sequences decoded together, over all devices.
       capacity: Maximum tokens per sequence, prompt included.
       chunk: Prompt tokens processed per prefill call.
       weights, cache: Format names of `ledger.formula.exact.formats`; auto is the platform's compute format.
       use_cache: False runs a whole forward pass for every token.
+      mesh: Number of devices along each mesh axis.
+
     Raises:
-      UserError: The format is not supported.
+      UserError: The format is not supported, or the model cannot be sharded over the mesh.
     """
     plain, dtype = compute_format(device.platform), policy_for("auto", device.platform).compute_dtype.name
     weights, cache = (plain if name == AUTO else name for name in (weights, cache))
@@ -71,9 +75,10 @@ def sampling(
         device.platform,
         use_cache=use_cache,
         vector_memory=device.vector_memory,
+        mesh=mesh,
     )
     program = roofline.decode_token if use_cache else roofline.prefill
-    least = program(model, batch, capacity, weights, cache, device, dtype)
+    least = program(model, batch, capacity, weights, cache, device, dtype, mesh)
     return _on(device, ledger, least)
 
 

@@ -6,6 +6,7 @@ import math
 
 from jaxllm import architectures
 from jaxllm.config import Architecture, Config
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.errors import UserError
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger import bill
@@ -27,6 +28,7 @@ class BillRequest:
       batch: Inference: number of sequences decoded together.
       context: Inference: maximum tokens per sequence, prompt included; None for the model's context length.
       chunk: Inference: maximum prompt tokens per prefill call.
+      mesh: Inference: number of devices along each mesh axis.
       weights, cache: Inference: formats of `ledger.formula.exact.formats`; auto is the platform's compute format.
     """
 
@@ -38,6 +40,7 @@ class BillRequest:
     chunk: int
     weights: str = bill.AUTO
     cache: str = bill.AUTO
+    mesh: InferenceMesh = ONE_DEVICE
 
     @functools.cached_property
     def model(self) -> Architecture:
@@ -61,10 +64,11 @@ def train(request: BillRequest) -> Ledger:
 
 
 def infer(request: BillRequest) -> Ledger:
-    """Returns the bill of sampling on one device.
+    """Returns the bill of sampling.
 
     Raises:
-      UserError: The configuration or format is invalid, or the context exceeds the model's learned positions.
+      UserError: The configuration or format is invalid, the model cannot be sharded over the mesh, or the context
+        exceeds the model's learned positions.
     """
     context = context_of(request)
     return bill.sampling(
@@ -76,6 +80,7 @@ def infer(request: BillRequest) -> Ledger:
         min(request.chunk, context),
         request.weights,
         request.cache,
+        mesh=request.mesh,
     )
 
 

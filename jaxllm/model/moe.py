@@ -80,8 +80,8 @@ def moe(
     weights, experts, probabilities = route(flat, params["router"], model)
     aux_loss = load_balancing_loss(probabilities, experts, token_mask.reshape(-1), collectives)
     if isinstance(params["down"], OutputMajor):
-        y = _inference_experts(flat, params, model, experts, weights)
-        return y.reshape(B, T, D), aux_loss
+        y = _inference_experts(flat, params, model, experts, weights, collectives)
+        return collectives.reduce_scatter_tokens(y.reshape(B, T, D)), aux_loss
     # One row per (token, expert) assignment, grouped by expert.
     layout = grouped.block_layout(experts.reshape(-1), model.experts)
     rows = layout.scatter(jnp.repeat(flat, X, axis=0))
@@ -107,16 +107,22 @@ def _inference_experts(
     model: Architecture,
     experts: Int[Array, "M X"],
     weights: Float[Array, "M X"],
+    collectives: Collectives,
 ) -> Float[Array, "M D"]:
     """Computes the experts' MLPs with weights that are stored with the outputs first, [E, (2,) F, D] and [E, D, F].
 
     A loop over blocks of tokens slices one expert's matrix at a time, and XLA copies the slice before it multiplies. A
     few tokens are multiplied without one; see `config.experts`.
+
+    Returns:
+      This device's part of the output, from its shard of F.
     """
     (M, D), X, E = x.shape, experts.shape[1], model.experts
     name = "gate_up" if model.gated else "up"
     into, out = params[name].array, params["down"].array
     into_bias, out_bias = params.get(f"{name}_bias"), params.get("down_bias")
+    if out_bias is not None:
+        out_bias = out_bias / collectives.tensor  # outputs are summed over `tensor`
     method = experts_choice.method(M, X, E)
     if method == experts_choice.CHOSEN:
         index = experts.reshape(-1)

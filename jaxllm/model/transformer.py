@@ -59,10 +59,12 @@ def unembedding(params: Params, collectives: Collectives = SINGLE_DEVICE) -> Flo
     return collectives.weights(params["embed"], "embed")["tokens"]
 
 
-def logits(hidden: Float[Array, "*batch D"], params: Params, model: Architecture) -> Float[Array, "*batch V"]:
-    """Computes float32 logits, soft-capped if the model has a cap."""
+def logits(
+    hidden: Float[Array, "*batch D"], params: Params, model: Architecture, collectives: Collectives = SINGLE_DEVICE
+) -> Float[Array, "*batch V"]:
+    """Computes float32 logits over the whole vocabulary, soft-capped if the model has a cap."""
     out = jnp.einsum("...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32)
-    return softcap(out, model.logit_softcap)
+    return softcap(collectives.all_gather_vocab(out)[..., : model.vocab_size], model.logit_softcap)
 
 
 def softcap(x: Array, cap: float) -> Array:

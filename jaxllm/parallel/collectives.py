@@ -2,7 +2,9 @@
 
 The functions of `jaxllm.model` see plain local arrays. Batch rows are sharded over `replica` and `data`. Heads, MLP
 and vocabulary are sharded over `tensor`; between those matmuls the tokens of a sequence are sharded over `tensor`
-(sequence parallelism, Korthikanti et al. 2022). Every collective is in this module. On one device each is a no-op.
+(sequence parallelism, Korthikanti et al. 2022). Inference has few tokens at a time and does not shard them: every
+device has all tokens, and all-reduces the outputs of each sub-layer (Shoeybi et al. 2019). Every collective is in this
+module. On one device each is a no-op.
 
 Gradients follow one rule: the differentiated function is the sum over devices of the loss that each one returns, so the
 gradient of a replicated weight is the sum of its gradients on all devices. All-gather and reduce-scatter are each
@@ -41,23 +43,34 @@ class Collectives:
       tensor: Number of devices along `tensor`.
       batch: Number of devices that batch rows are sharded over.
       placements: Tree of the parameters' `Placement`s if they are sharded over `data`; None if they are not.
+      sequence_parallel: Whether tokens are sharded over `tensor` between matmuls; if not, t is T.
     """
 
     tensor: int = 1
     batch: int = 1
     placements: Any = None
+    sequence_parallel: bool = True
 
     def all_gather_tokens(self, x: Float[Array, "B t D"]) -> Float[Array, "B T D"]:
         """All-gathers the tokens over `tensor`, before matmuls with weights sharded over heads, MLP or vocabulary."""
-        return jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if self.tensor > 1 else x
+        return jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if self._shards_tokens else x
 
     def reduce_scatter_tokens(self, y: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
-        """Reduce-scatters the partial outputs of tensor-parallel matmuls, so each device keeps its own tokens."""
-        return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True) if self.tensor > 1 else y
+        """Sums the partial outputs of tensor-parallel matmuls over `tensor`; each device keeps its own tokens.
+
+        Without sequence parallelism each device keeps all tokens: an all-reduce.
+        """
+        if self._shards_tokens:
+            return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(y, "tensor") if self.tensor > 1 else y
+
+    def all_gather_vocab(self, logits: Float[Array, "*batch v"]) -> Float[Array, "*batch V"]:
+        """All-gathers logits over the vocabulary, its padding included."""
+        return jax.lax.all_gather(logits, "tensor", axis=logits.ndim - 1, tiled=True) if self.tensor > 1 else logits
 
     def own_tokens(self, x: Array) -> Array:
         """Slices this device's tokens from an array replicated along `tensor`: [B, T, …] -> [B, t, …]."""
-        if self.tensor == 1:
+        if not self._shards_tokens:
             return x
         size = x.shape[1] // self.tensor
         return jax.lax.dynamic_slice_in_dim(x, self.first(size), size, axis=1)
@@ -73,6 +86,10 @@ class Collectives:
     def all_reduce_batch(self, x: Array) -> Array:
         """All-reduces sums over this device's rows to sums over the whole batch."""
         return jax.lax.psum(x, BATCH_AXES) if self.batch > 1 else x
+
+    @property
+    def _shards_tokens(self) -> bool:
+        return self.tensor > 1 and self.sequence_parallel
 
     def weights(self, params: Any, *path: Any) -> Any:
         """All-gathers weights sharded over `data` into the full arrays that the computation uses.

@@ -1,5 +1,5 @@
 """The planner: python -m jaxllm.plan --model llama3-70b --task train --device h100 --count 64
-or --task infer --device l4 [--batch 8 --context 8192]; or --config FILE.py instead of --model.
+or --task infer --device l4 [--count 2 --batch 8 --context 8192]; or --config FILE.py instead of --model.
 
 Searches for the fastest run that fits. For training it chooses mesh, ZeRO stage, remat policy,
 micro-batches, chunks and offloading; for inference, formats and batch size. Closed-form formulas evaluate every
@@ -37,7 +37,7 @@ _MODEL = flags.DEFINE_string("model", None, "Name of a published model (jaxllm.a
 _TASK = flags.DEFINE_string("task", None, "train | infer | both.")
 _DEVICE = flags.DEFINE_string("device", "auto", f"auto (this machine's) | {' | '.join(detect.DEVICES)}.")
 _COUNT = flags.DEFINE_integer(
-    "count", None, "train: number of devices (default: that of config.mesh, all attached devices, or 1).", lower_bound=1
+    "count", None, "Number of devices (default: that of config.mesh, all attached devices, or 1).", lower_bound=1
 )
 _TOKENS = flags.DEFINE_integer(
     "batch_tokens", None, f"train: tokens per step, all devices (default: about {BATCH_TOKENS:,}).", lower_bound=1

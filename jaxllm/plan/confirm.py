@@ -65,7 +65,7 @@ def compiler(name: str, device: Device, count: int) -> Compile:
 
     def compile_attached(config: Config, sampling: SamplingSpec | None) -> dict[str, Inspection]:
         model = architectures.resolve_config(config)
-        mesh = absent.abstract_mesh(config) if sampling else mesh_lib.make_mesh(config.mesh)
+        mesh = mesh_lib.make_mesh(sampling.mesh.config if sampling else config.mesh)
         programs = task_programs(config, model, device.platform, mesh, sampling)
         return {name: inspection.inspect(program.compile) for name, program in programs.items()}
 
@@ -101,7 +101,8 @@ def confirm_inference(
     def compile_one(estimate: InferenceEstimate) -> Mapping[str, Inspection]:
         choice = estimate.choice
         chunk = min(PREFILL_CHUNK, choice.context)
-        return compile_for(config, SamplingSpec(choice.batch, choice.context, chunk, DECODE_STEPS, choice.cache))
+        sizes = (choice.batch, choice.context, chunk, DECODE_STEPS, choice.cache, choice.mesh)
+        return compile_for(config, SamplingSpec(*sizes))
 
     return _confirm(fitting, wanted, result.device, compile_one)
 

@@ -1,4 +1,4 @@
-"""Search for the fastest way to sample from a model on one device, with the closed-form formulas."""
+"""Search for the fastest way to sample from a model on given devices, with the closed-form formulas."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from jaxllm.config import Architecture
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.decode.generate import PREFILL_CHUNK
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger import bill
@@ -24,27 +25,31 @@ NARROW_CACHES = (formats_lib.INT8,)
 
 @dataclasses.dataclass(frozen=True)
 class InferenceChoice:
-    """Sampling setup: formats of weights and KV cache, batch size and context length.
+    """Sampling setup: formats of weights and KV cache, batch size, context length and mesh.
 
     Attributes:
       weights, cache: formats, as named in `jaxllm.ledger.formula.exact.formats`.
-      batch: number of concurrent sequences.
+      batch: number of concurrent sequences, over all devices.
       context: maximum tokens per sequence, prompt and generated text together.
+      mesh: number of devices along each mesh axis.
     """
 
     weights: str
     cache: str
     batch: int
     context: int
+    mesh: InferenceMesh = ONE_DEVICE
 
     @property
     def summary(self) -> str:
         """Describes the setup in one line."""
-        return f"weights {self.weights}, KV cache {self.cache}, {self.batch} × {self.context:,} tokens"
+        over = f", mesh {self.mesh}" if self.mesh.count > 1 else ""
+        return f"weights {self.weights}, KV cache {self.cache}, {self.batch} × {self.context:,} tokens{over}"
 
     @property
     def fields(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """The setup as flags of `jaxllm.ledger`, name -> value."""
+        return dataclasses.asdict(self) | {"mesh": str(self.mesh)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +62,8 @@ class InferenceSpace:
       context: maximum tokens per sequence.
       weights, caches: formats to choose among.
       batch: number of concurrent sequences; None to search for it.
-      max_batch: largest number of concurrent sequences that a search tries.
+      count: number of devices.
+      max_batch: largest number of concurrent sequences per data-parallel group that a search tries.
     """
 
     name: str
@@ -66,7 +72,15 @@ class InferenceSpace:
     weights: tuple[str, ...]
     caches: tuple[str, ...]
     batch: int | None = None
+    count: int = 1
     max_batch: int = 4096
+
+    @property
+    def meshes(self) -> tuple[InferenceMesh, ...]:
+        """Every mesh of these devices that can shard the model; never empty."""
+        sizes = [n for n in range(1, self.count + 1) if self.count % n == 0]
+        meshes = (InferenceMesh(self.count // tensor, tensor) for tensor in sizes)
+        return tuple(mesh for mesh in meshes if mesh.supports(self.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +142,7 @@ def ledger_of(space: InferenceSpace, device: Device, choice: InferenceChoice) ->
     chunk = min(PREFILL_CHUNK, choice.context)
     sizes = (choice.batch, choice.context, chunk, choice.weights, choice.cache)
     return inference_memory.inference(
-        space.model, *sizes, space.name, device.platform, vector_memory=device.vector_memory
+        space.model, *sizes, space.name, device.platform, vector_memory=device.vector_memory, mesh=choice.mesh
     )
 
 
@@ -141,26 +155,45 @@ def search(space: InferenceSpace, device: Device, budget: int) -> InferenceResul
     begun = time.perf_counter()
     peaks: dict[InferenceChoice, int] = {}
 
-    def fits(weights: str, cache: str, batch: int) -> bool:
-        choice = InferenceChoice(weights, cache, batch, space.context)
+    def fits(weights: str, cache: str, mesh: InferenceMesh, rows: int) -> bool:
+        choice = InferenceChoice(weights, cache, space.batch or rows * mesh.data, space.context, mesh)
         peaks[choice] = ledger_of(space, device, choice).peak_bytes
         return peaks[choice] <= budget
 
-    for weights, cache in itertools.product(space.weights, space.caches):
+    for setup in itertools.product(space.weights, space.caches, space.meshes):
         if space.batch:
-            fits(weights, cache, space.batch)
+            fits(*setup, setup[2].rows(space.batch))
         else:  # every batch size that the bisection evaluates is a candidate
-            largest_fitting(functools.partial(fits, weights, cache), space.max_batch)
+            largest_fitting(functools.partial(fits, *setup), space.max_batch)
     fitting = [estimate(space.model, device, choice, peak) for choice, peak in peaks.items() if peak <= budget]
     fitting.sort(key=lambda found: found.rank)
     closest = None if fitting else min(peaks.items(), key=lambda item: item[1])
     return SearchResult(space, device, budget, len(peaks), tuple(fitting), closest, time.perf_counter() - begun)
 
 
+def largest_batches(result: InferenceResult, choice: InferenceChoice) -> dict[int, int]:
+    """Returns the number of sequences of several lengths that fit with a choice's formats and mesh, context -> batch.
+
+    Contexts are a quarter of the choice's to the model's context length, in steps of four; those of which not one
+    sequence fits are left out.
+    """
+    space, mesh = result.space, choice.mesh
+    contexts = [choice.context // 4, choice.context]
+    while 4 * contexts[-1] <= space.model.context_length:
+        contexts.append(4 * contexts[-1])
+
+    def fits(context: int, rows: int) -> bool:
+        setup = dataclasses.replace(choice, batch=rows * mesh.data, context=context)
+        return ledger_of(space, result.device, setup).peak_bytes <= result.budget
+
+    batches = {each: largest_fitting(functools.partial(fits, each), space.max_batch) * mesh.data for each in contexts}
+    return {context: batch for context, batch in batches.items() if batch}
+
+
 def estimate(model: Architecture, device: Device, choice: InferenceChoice, peak_bytes: int) -> InferenceEstimate:
     """Returns the estimate of a setup whose peak is already computed."""
     dtype = policy_for("auto", device.platform).compute_dtype.name
-    work = (model, choice.batch, choice.context, choice.weights, choice.cache, device, dtype)
+    work = (model, choice.batch, choice.context, choice.weights, choice.cache, device, dtype, choice.mesh)
     token, prompt = roofline.decode_token(*work), roofline.prefill(*work)
     seconds, bound, prefill_seconds = token.seconds, token.bound, prompt.seconds
     if isinstance(seconds, Unknown) or isinstance(bound, Unknown) or isinstance(prefill_seconds, Unknown):

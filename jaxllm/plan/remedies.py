@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxllm.config import validate
+from jaxllm.config.inference_mesh import InferenceMesh
 from jaxllm.config.optimizers import OPTIMIZERS
 from jaxllm.errors import UserError
 from jaxllm.hardware.detect import DEVICES, Device
@@ -86,7 +87,7 @@ def inference_remedies(result: InferenceResult, margin: float) -> list[Remedy]:
       margin: fraction of a larger device's memory to leave free.
     """
     assert result.closest is not None
-    closest, device = result.closest[0], result.device
+    closest, device, budget = result.closest[0], result.device, result.budget
 
     def peak(setup: Setup) -> int:
         return inference.ledger_of(result.space, *setup).peak_bytes
@@ -107,11 +108,23 @@ def inference_remedies(result: InferenceResult, margin: float) -> list[Remedy]:
         changes("smaller weights", "weights", [f for f in inference.weight_formats(device) if f != closest.weights]),
         changes("a smaller KV cache", "cache", [f for f in inference.cache_formats(device) if f != closest.cache]),
         (
+            Change("more devices", f"--count={mesh.count}", (device, dataclasses.replace(closest, mesh=mesh)), budget)
+            for mesh in _larger_meshes(result)
+        ),
+        (
             Change(f"a larger device, {larger.name}", f"--device={name}", (larger, closest), budget)
             for name, larger, budget in _larger_devices(device, margin)
         ),
     )
     return _first_of_each(kinds, peak)
+
+
+def _larger_meshes(result: InferenceResult) -> list[InferenceMesh]:
+    """Returns the meshes of 2, 4, … times as many devices that shard the model over all of them."""
+    assert result.closest is not None
+    tensor, model = result.closest[0].mesh.tensor, result.space.model
+    meshes = (InferenceMesh(tensor=tensor << shift) for shift in range(1, model.heads.bit_length()))
+    return [mesh for mesh in meshes if mesh.count > result.space.count and mesh.supports(model)]
 
 
 def _first_of_each(kinds: Iterable[Iterable[Change[RunT]]], peak: Callable[[RunT], int | None]) -> list[Remedy]:

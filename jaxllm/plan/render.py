@@ -13,6 +13,7 @@ from rich.text import Text
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.advice.remedies import Remedy
 from jaxllm.ledger.rows import HOST, PERSISTENT, Ledger, format_bytes, format_si
+from jaxllm.plan import inference
 from jaxllm.plan.confirm import Confirmation
 from jaxllm.plan.inference import InferenceEstimate, InferenceResult
 from jaxllm.plan.training import TrainingEstimate, TrainingResult
@@ -159,6 +160,7 @@ def show_inference(result: InferenceResult, confirmation: Confirmation[Inference
             "": str(number),
             "weights": choice.weights,
             "cache": choice.cache,
+            "mesh": f"{choice.mesh.data}×{choice.mesh.tensor}",
             "sequences": str(choice.batch),
             "context": f"{choice.context:,}",
             "peak": format_bytes(estimate.peak_bytes),
@@ -172,10 +174,19 @@ def show_inference(result: InferenceResult, confirmation: Confirmation[Inference
             columns.setdefault(name, []).append(cell)
     if not compiled:
         columns.pop("compiled", None)
+    count = result.space.count
+    if count == 1:
+        columns.pop("mesh", None)
     if best:
-        title = f"plan: sample from {result.space.name} on {result.device.name}"
-        omitted = output.show_candidates(title, columns, ("bound", "context", "cache"), ("weights", "cache", "bound"))
+        devices = result.device.name if count == 1 else f"{count} × {result.device.name}"
+        title = f"plan: sample from {result.space.name} on {devices}"
+        left = ("weights", "cache", "mesh", "bound")
+        omitted = output.show_candidates(title, columns, ("bound", "context", "cache"), left)
+        if count > 1:
+            output.say("mesh: data × tensor; peak: of one device")
         output.say("each: tokens/s of one sequence; prompts: prefill of full-context prompts for all sequences")
+        batches = inference.largest_batches(result, best[0].choice).items()
+        output.say("1 has memory for " + ", or ".join(f"{batch:,} × {context:,} tokens" for context, batch in batches))
         for name in omitted:
             output.say_column(name, columns[name])
         for why in dict.fromkeys(estimate.unknown for estimate in best if estimate.unknown):
@@ -218,7 +229,7 @@ def show_bills(train: Ledger, infer: Ledger, device: Device, output: Output) -> 
     table = _table()
     table.add_column("")
     table.add_column(f"training, {train.count} device(s)", justify="right")
-    table.add_column("inference, 1 device", justify="right")
+    table.add_column(f"inference, {infer.count} device(s)", justify="right")
     sizes = [_by_kind(ledger) for ledger in (train, infer)]
     for kind in dict.fromkeys((*sizes[0], *sizes[1])):
         table.add_row(kind, *(format_bytes(size[kind]) if kind in size else "" for size in sizes))

@@ -35,7 +35,7 @@ class PlanRequest:
       typed: overrides of the file's fields from the command line, field -> value; None if there is no file.
       device_name: value of `--device`.
       device: the device that it names.
-      count: number of devices, for training.
+      count: number of devices.
       budget: bytes of one device that may be used.
       margin: fraction of the device's memory that the budget leaves free.
       precisions, moments: precision policies and moment dtypes to choose among, for training.

@@ -52,13 +52,7 @@ def plan_training(request: PlanRequest, output: Output) -> dict[str, Any]:
 
 
 def plan_inference(request: PlanRequest, output: Output) -> dict[str, Any]:
-    """Plans inference on one device, prints the plan and returns it as JSON.
-
-    Raises:
-      UserError: the request has several devices and no config file.
-    """
-    if request.count != 1 and not request.file:
-        raise UserError(f"--count is {request.count}, and --task infer plans for one device; leave --count out")
+    """Plans inference, prints the plan and returns it as JSON."""
     result = _search_inference(request, request.batch)
     render.show_counts(result, request.margin, output)
     confirmation: Confirmation[InferenceEstimate] = Confirmation()
@@ -70,12 +64,13 @@ def plan_inference(request: PlanRequest, output: Output) -> dict[str, Any]:
     if not inference.has_program(best := result.best, request.device):
         output.say(f"not compiled: the decoder does not support {best.weights} weights with {best.cache} KV cache yet")
     else:
-        wanted, compile_for = _compiler(request, 1, output)
+        wanted, compile_for = _compiler(request, request.count, output)
         if compile_for is not None:
             confirmation = confirm.confirm_inference(result, request.config, wanted, compile_for)
     render.show_inference(result, confirmation, output)
     best = confirmation.remaining(result.fitting)[0].choice
-    flags = [f"--{name}={best.fields[name]}" for name in ("batch", "context", "weights", "cache")]
+    names = ("batch", "context", "weights", "cache", *(("mesh",) if best.mesh.count > 1 else ()))
+    flags = [f"--{name}={best.fields[name]}" for name in names]
     named = {"model.name": request.config.model.name} if request.typed is None else request.typed
     if not request.file:
         output.say("FILE.py: any file whose get_config() returns Config()")
@@ -141,6 +136,7 @@ def _search_inference(request: PlanRequest, batch: int | None) -> InferenceResul
         weights=inference.weight_formats(request.device) if request.weights == "search" else (request.weights,),
         caches=inference.cache_formats(request.device) if request.cache == "search" else (request.cache,),
         batch=batch,
+        count=request.count,
     )
     return inference.search(space, request.device, request.budget)
 

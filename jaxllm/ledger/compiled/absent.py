@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxllm import architectures
 from jaxllm.config import Config, overrides
+from jaxllm.config.inference_mesh import InferenceMesh
 from jaxllm.errors import RunError, UserError
 from jaxllm.hardware import detect
 from jaxllm.hardware.compile_targets import Target
@@ -129,6 +130,7 @@ def inspect(config: Config, name: str, count: int, sampling: SamplingSpec | None
     device = detect.by_name(name)
     if sampling is None:
         mesh.require_count(config.mesh, count)
+    assert sampling is None or sampling.mesh.count == count, (sampling, count)
     require_compiler(device.name, device.compile_target).topology(count)
     request = {"config": overrides.to_dict(config), "device": name, "count": count}
     request["sampling"] = sampling and dataclasses.asdict(sampling)
@@ -161,7 +163,11 @@ def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
         model = architectures.resolve_config(config)
         device = detect.by_name(request["device"])
         target = require_compiler(device.name, device.compile_target)
-        sampling = SamplingSpec(**request["sampling"]) if request["sampling"] else None
+        sampling = None
+        if request["sampling"]:
+            sizes = InferenceMesh(**request["sampling"]["mesh"])
+            sampling = SamplingSpec(**request["sampling"] | {"mesh": sizes})
+            config = dataclasses.replace(config, mesh=sizes.config)
         if sampling is None and config.attention.implementation == "cudnn":
             raise UserError(
                 "config.attention.implementation is 'cudnn', which JAX compiles for attached devices only; "

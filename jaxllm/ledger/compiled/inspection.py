@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm import programs
 from jaxllm.config import Architecture, Config
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode import weights
 from jaxllm.ledger.compiled import collectives as collectives_lib
@@ -38,14 +39,15 @@ _TPU_ARGUMENT = re.compile(r"^allocation \d+: size (\d+), parameter (?!.*\bcolor
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSpec:
-    """Sizes and cache format of inference on one device.
+    """Sizes, cache format and mesh of inference.
 
     Attributes:
-      batch: Number of sequences decoded together.
+      batch: Number of sequences decoded together, over all devices; a multiple of the mesh's `data`.
       context: Maximum tokens per sequence, prompt included.
       chunk: Prompt tokens per sequence that one prefill call processes.
       steps: Maximum tokens per sequence that one decode call generates.
       cache: Format of keys and values: int8, or any other for the compute dtype.
+      mesh: Number of devices along each mesh axis.
     """
 
     batch: int
@@ -53,6 +55,7 @@ class SamplingSpec:
     chunk: int
     steps: int
     cache: str = AUTO
+    mesh: InferenceMesh = ONE_DEVICE
 
 
 def task_programs(
@@ -64,7 +67,7 @@ def task_programs(
       config: Configuration of the run.
       model: Architecture of the model.
       platform: Platform that the programs run on: cpu | gpu | tpu.
-      mesh: Mesh of a training run; not used for sampling.
+      mesh: Mesh of the run's devices; for sampling on one device it is not used.
       sampling: Sizes of a sampling run; None for training.
     """
     if sampling is None:
@@ -72,7 +75,8 @@ def task_programs(
         return {"train_step": programs.train_step(config, step_spec, mesh)}  # type: ignore[arg-type]
     dtype = policy_for("auto", platform).compute_dtype
     layout = weights.layout_for(platform)
-    cache_spec = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), layout)
+    over = mesh if sampling.mesh.count > 1 else None
+    cache_spec = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), layout, over)
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *cache_spec),
         "decode": programs.decode(model, sampling.batch, sampling.steps, *cache_spec),

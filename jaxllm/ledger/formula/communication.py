@@ -1,4 +1,4 @@
-"""Collective communication of one training step, in closed form.
+"""Collective communication of one training step, and of one forward pass of inference, in closed form.
 
 Volumes follow the ZeRO paper (Rajbhandari et al. 2020, section 7): all-gathering or reduce-scattering Ψ elements moves
 Ψ, and an all-reduce is one of each, 2Ψ. With Ψ parameters, data parallelism moves 2Ψ at stages 0 to 2 and 3Ψ at
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxllm.config import Architecture, Config
+from jaxllm.config.inference_mesh import InferenceMesh
 from jaxllm.ledger.formula.exact import run as run_lib
 from jaxllm.ledger.formula.exact.block_graph import block
 from jaxllm.ledger.formula.exact.layout import Layout
@@ -69,6 +70,30 @@ def transfers(run: TrainingRun) -> tuple[Transfer, ...]:
     """Returns every transfer of one update of a training run, on any platform."""
     made = (*_weights(run), *_gradients(run), *_activations(run))
     return tuple(transfer for transfer in made if transfer.elements and transfer.devices > 1)
+
+
+def inference(model: Architecture, batch: int, tokens: int, itemsize: int, mesh: InferenceMesh) -> tuple[Transfer, ...]:
+    """Returns every transfer of one forward pass of inference on one device; empty without tensor parallelism.
+
+    The outputs of both sub-layers of every layer are all-reduced, and so are the embeddings (Shoeybi et al. 2019). The
+    logits of each sequence's last token are all-gathered.
+
+    Args:
+      batch: Sequences, over all devices.
+      tokens: New tokens of each sequence.
+      itemsize: Bytes per activation element.
+      mesh: Number of devices along each mesh axis.
+    """
+    if mesh.tensor == 1:
+        return ()
+    rows, over = mesh.rows(batch), (("tensor",), mesh.tensor)
+    outputs = (2 * model.layers + 1) * rows * tokens * model.width
+    made = [Transfer("embeddings and outputs of sub-layers", "all-reduce", *over, outputs, itemsize)]
+    if model.qk_norm and model.qk_norm_over == "projection":
+        sums = 2 * model.layers * rows * tokens
+        made.append(Transfer("sums of squares of queries and keys", "all-reduce", *over, sums, FLOAT32))
+    logits = rows * mesh.stored_model(model).vocab_size
+    return (*made, Transfer("logits", "all-gather", *over, logits, FLOAT32))
 
 
 def _transfer(run: TrainingRun, name: str, op: Op, axes: tuple[str, ...], elements: int, itemsize: int = 0) -> Transfer:

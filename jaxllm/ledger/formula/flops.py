@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping
 
 from jaxllm.config import Architecture, Config, LoraConfig
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.config.optimizers import MUON_STEPS, OPTIMIZERS
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.exact import run as run_lib
@@ -213,12 +214,20 @@ def _block_bytes(one: Block) -> int:
     return sum(value.bytes for name, value in one.values.items() if name != BLOCK_INPUT)
 
 
-def prefill(model: Architecture, batch: int, tokens: int, weight_dtype: str, cache_dtype: str) -> Work:
-    """Returns the work of prefilling `tokens` prompt tokens of each of `batch` sequences in one call.
+def prefill(
+    model: Architecture,
+    batch: int,
+    tokens: int,
+    weight_dtype: str,
+    cache_dtype: str,
+    mesh: InferenceMesh = ONE_DEVICE,
+) -> Work:
+    """Returns the work of one device in prefilling `tokens` prompt tokens of each of `batch` sequences in one call.
 
     Only the last token of each sequence goes through the head. Executed FLOPs: all query-key pairs are multiplied.
     Bytes: the weights, read once, and the keys and values, written once; activations are not counted.
     """
+    model, batch = mesh.shard(model), mesh.rows(batch)
     head = 2 * model.vocab_size * model.width
     flops = forward_flops(model, batch, tokens) - head * batch * (tokens - 1)
     weights = _weight_bytes(model, batch * tokens, weight_dtype)
@@ -226,11 +235,21 @@ def prefill(model: Architecture, batch: int, tokens: int, weight_dtype: str, cac
     return Work({"forward": flops}, moved, batch * tokens)
 
 
-def decode_token(model: Architecture, batch: int, length: int, weight_dtype: str, cache_dtype: str) -> Work:
-    """Returns the work of one new token for each of `batch` sequences of `length` tokens: reads all weights and keys.
+def decode_token(
+    model: Architecture,
+    batch: int,
+    length: int,
+    weight_dtype: str,
+    cache_dtype: str,
+    mesh: InferenceMesh = ONE_DEVICE,
+) -> Work:
+    """Returns the work of one device for one new token for each of `batch` sequences of `length` tokens.
+
+    The device reads all its weights and keys.
 
     Executed FLOPs: each new token attends to every slot of the cache.
     """
+    model, batch = mesh.shard(model), mesh.rows(batch)
     slots = sum(cache_slots(model, kind, length) for kind in kinds(model))
     flops = batch * (2 * matmul_parameters(model) + _pair_flops(model) * slots)
     weights, cache = _weight_bytes(model, batch, weight_dtype), _cache_bytes(model, batch, length, cache_dtype)

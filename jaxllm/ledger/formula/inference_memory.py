@@ -1,10 +1,16 @@
 """Memory of inference in closed form: weights, KV cache, and the workspaces of prefill and of one decode step.
 
+On a mesh, one device has the arrays of a smaller model: `InferenceMesh.shard` gives its architecture. Only the logits
+and the decoding state have the whole vocabulary on every device.
+
 Exact: the persistent phase. Approximate: the workspaces of prefill and decode (`fitted.infer.workspaces`).
 """
 
+import dataclasses
+
 from jaxllm.config import Architecture
 from jaxllm.config import attention as attention_choice
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.exact.formats import ITEMSIZE as ITEMSIZE
 from jaxllm.ledger.formula.exact.run import FLOAT32
@@ -31,11 +37,12 @@ def inference(
     prompt_logprobs: bool = False,
     use_cache: bool = True,
     vector_memory: int = 0,
+    mesh: InferenceMesh = ONE_DEVICE,
 ) -> Ledger:
-    """Returns the memory bill of decoding on one device.
+    """Returns the memory bill of decoding, for one device of a mesh.
 
     Args:
-      batch: Number of sequences decoded at a time.
+      batch: Number of sequences decoded at a time, over all devices.
       capacity: Maximum tokens per sequence, prompt and generated text together.
       chunk: Prompt tokens of each sequence per prefill call.
       weight_dtype: Weight format, from `formats.FORMATS`, or the long name of a dtype.
@@ -45,27 +52,31 @@ def inference(
       prompt_logprobs: Whether prompts are scored: log-probabilities of every token of a chunk.
       use_cache: False runs the whole forward pass for every token, and stores the tokens instead of a cache.
       vector_memory: Bytes of a TPU's vector memory, as `Device.vector_memory`; 0 counts all arrays in main memory.
+      mesh: Number of devices along each mesh axis.
 
     Raises:
-      UserError: A format is unknown.
+      UserError: A format is unknown, or the model cannot be sharded over the mesh.
     """
+    parameters = sum(spec.size for spec in leaves(param_specs(model)))
+    vocab_size = model.vocab_size
+    model, batch = mesh.shard(model), mesh.rows(batch)
     made = [
         *weight_rows(model, weight_dtype),
         *(cache_rows(model, batch, capacity, cache_dtype) if use_cache else _tokens(batch, capacity)),
-        *_state(model, batch),
+        *_state(vocab_size, batch),
     ]
     if platform == "tpu" and not formats.by_name(weight_dtype).scaled:
         held = cache_dtype if use_cache else ""
         made.append(inference_tpu.state_padding(model, batch, capacity, weight_dtype, held))
+    model = dataclasses.replace(model, vocab_size=vocab_size)
     for phase, tokens in ((PREFILL, chunk), (DECODE, 1)) if use_cache else ((DECODE, capacity),):
         made += workspace_rows(
             model, batch, capacity, tokens, weight_dtype, platform, phase, use_cache, cache_dtype, vector_memory
         )
     if prompt_logprobs:
         made += _scoring(model, batch, chunk)
-    parameters = sum(spec.size for spec in leaves(param_specs(model)))
     line = _attention_line(model, (weight_dtype, cache_dtype), platform)
-    return Ledger("infer", name, parameters, "", 1, tuple(made), attention=line)
+    return Ledger("infer", name, parameters, "", mesh.count, tuple(made), attention=line)
 
 
 def _attention_line(model: Architecture, held: tuple[str, ...], platform: str) -> str:
@@ -121,8 +132,7 @@ def _tokens(batch: int, capacity: int) -> list[Row]:
     return [Row("tokens so far", "decode state", PERSISTENT, size, f"{batch} × {capacity:,} × {TOKEN} B")]
 
 
-def _state(model: Architecture, batch: int) -> list[Row]:
-    V = model.vocab_size
+def _state(V: int, batch: int) -> list[Row]:
     return [
         Row("tokens seen", "decode state", PERSISTENT, batch * V, f"{batch} × {V:,} × 1 B"),
         Row("lengths, limits, sampling", "decode state", PERSISTENT, batch * ROW_BYTES, f"{batch} × {ROW_BYTES} B"),

@@ -16,10 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.config import Architecture
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.hardware.detect import Device
 from jaxllm.ledger.formula import communication, flops
 from jaxllm.ledger.formula.communication import Transfer
 from jaxllm.ledger.formula.exact.block_graph import block
+from jaxllm.ledger.formula.exact.formats import ITEMSIZE
 from jaxllm.ledger.formula.exact.optimizer_slots import total_elements
 from jaxllm.ledger.formula.exact.run import TrainingRun
 from jaxllm.ledger.formula.flops import EXECUTED, Work
@@ -36,7 +38,7 @@ class Roofline:
       work: FLOPs and bytes of the program.
       seconds_of: Resource -> busy seconds, for resources that are used and whose rate is known.
       unknown: The rate that is unknown, and its device; "" if all are known.
-      sent_bytes: Training: bytes that one device sends to the others, with ring algorithms.
+      sent_bytes: Bytes that one device sends to the others, with ring algorithms; None for inference on one device.
     """
 
     work: Work
@@ -78,43 +80,76 @@ def train_step(run: TrainingRun, device: Device) -> Roofline:
     Raises:
       UserError: An array cannot be sharded as the mesh requires.
     """
-    seconds_sending, sent_bytes = 0.0, 0.0
-    missing = ""
-    for transfer in communication.transfers(run):
-        sent_bytes += transfer.ring_bytes
-        rate = ring_rate(transfer, run.mesh, device)
-        if rate is None:
-            missing = f"the rate between {'hosts' if device.interconnect else 'devices'} of {device.name}"
-        else:
-            seconds_sending += transfer.ring_bytes / rate
+    seconds, missing, sent_bytes = _sending(communication.transfers(run), run.mesh, device)
     link = 0 if device.platform == "cpu" else host_link_bytes(run)  # a CPU's memory is host memory
-    seconds = {INTERCONNECT: seconds_sending} if seconds_sending and not missing else {}
     if link and device.host_link:
         seconds[HOST_LINK] = link / device.host_link
     elif link:
         missing = f"the rate between {device.name} and its host"
     least = _roofline(flops.step(run), device, run.dtype, seconds, missing)
-    return dataclasses.replace(least, sent_bytes=round(sent_bytes))
+    return dataclasses.replace(least, sent_bytes=sent_bytes)
+
+
+def _sending(transfers: Sequence[Transfer], mesh: dict[str, int], device: Device) -> tuple[dict[str, float], str, int]:
+    """Returns (busy seconds of the interconnect, the rate that is unknown or "", bytes that one device sends)."""
+    seconds, sent_bytes, missing = 0.0, 0.0, ""
+    for transfer in transfers:
+        sent_bytes += transfer.ring_bytes
+        rate = ring_rate(transfer, mesh, device)
+        if rate is None:
+            missing = f"the rate between {'hosts' if device.interconnect else 'devices'} of {device.name}"
+        else:
+            seconds += transfer.ring_bytes / rate
+    return {INTERCONNECT: seconds} if seconds and not missing else {}, missing, round(sent_bytes)
 
 
 def prefill(
-    model: Architecture, batch: int, tokens: int, weight_dtype: str, cache_dtype: str, device: Device, dtype: str
+    model: Architecture,
+    batch: int,
+    tokens: int,
+    weight_dtype: str,
+    cache_dtype: str,
+    device: Device,
+    dtype: str,
+    mesh: InferenceMesh = ONE_DEVICE,
 ) -> Roofline:
-    """Returns the roofline of prefilling `tokens` prompt tokens for `batch` sequences in one call, on one device.
+    """Returns the roofline of prefilling `tokens` prompt tokens for `batch` sequences in one call.
 
     Args:
+      batch: Sequences, over all devices.
       tokens: Prompt tokens of each sequence.
       weight_dtype, cache_dtype: Storage formats, by the names of `exact.formats`.
       dtype: Dtype of the matmuls: float32 | bfloat16 | float16.
+      mesh: Number of devices along each mesh axis.
     """
-    return _roofline(flops.prefill(model, batch, tokens, weight_dtype, cache_dtype), device, dtype)
+    work = flops.prefill(model, batch, tokens, weight_dtype, cache_dtype, mesh)
+    return _inference(work, model, batch, tokens, device, dtype, mesh)
 
 
 def decode_token(
-    model: Architecture, batch: int, length: int, weight_dtype: str, cache_dtype: str, device: Device, dtype: str
+    model: Architecture,
+    batch: int,
+    length: int,
+    weight_dtype: str,
+    cache_dtype: str,
+    device: Device,
+    dtype: str,
+    mesh: InferenceMesh = ONE_DEVICE,
 ) -> Roofline:
     """Returns the roofline of one new token for `batch` sequences of `length` tokens; arguments as for `prefill`."""
-    return _roofline(flops.decode_token(model, batch, length, weight_dtype, cache_dtype), device, dtype)
+    work = flops.decode_token(model, batch, length, weight_dtype, cache_dtype, mesh)
+    return _inference(work, model, batch, 1, device, dtype, mesh)
+
+
+def _inference(
+    work: Work, model: Architecture, batch: int, tokens: int, device: Device, dtype: str, mesh: InferenceMesh
+) -> Roofline:
+    if mesh.count == 1:
+        return _roofline(work, device, dtype)
+    transfers = communication.inference(model, batch, tokens, int(ITEMSIZE[dtype]), mesh)
+    seconds, missing, sent_bytes = _sending(transfers, {"data": mesh.data, "tensor": mesh.tensor}, device)
+    least = _roofline(dataclasses.replace(work, tokens=batch * tokens), device, dtype, seconds, missing)
+    return dataclasses.replace(least, sent_bytes=sent_bytes)
 
 
 def _roofline(
