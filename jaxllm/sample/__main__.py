@@ -17,9 +17,12 @@ from typing import Any
 
 import jax
 from absl import flags
+from jax.sharding import Mesh
 
 from jaxllm import commandline
 from jaxllm.checkpoints import checkpoint, open_any
+from jaxllm.config import inference_mesh
+from jaxllm.config.inference_mesh import InferenceMesh
 from jaxllm.decode import cache as cache_lib
 from jaxllm.decode.generate import PREFILL_CHUNK
 from jaxllm.decode.sampling import SamplingOptions
@@ -35,6 +38,7 @@ from jaxllm.ledger import bill as bill_lib
 from jaxllm.ledger.advice import out_of_memory
 from jaxllm.ledger.formula.exact.formats import AUTO, INT8
 from jaxllm.ledger.runtime.sampling import SamplingBill
+from jaxllm.parallel import mesh as mesh_lib
 from jaxllm.sample import chat
 from jaxllm.step.precision import policy_for
 
@@ -60,6 +64,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.
 _CACHE_DTYPE = flags.DEFINE_enum(
     "cache_dtype", AUTO, [AUTO, INT8], "KV cache dtype: auto is the compute dtype; int8 takes less memory."
 )
+_MESH = flags.DEFINE_string("mesh", "tensor=1", "Devices to sample on: tensor=N, or data=M,tensor=N.")
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "Recompute keys and values for every token instead of caching them.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Continue after an end-of-text token.")
 
@@ -91,6 +96,8 @@ def main() -> None:
         other = "--chat" if _CHAT.value else f"--cache_dtype={_CACHE_DTYPE.value}"
         raise UserError(f"--no_cache cannot be combined with {other}; remove one of them")
     check(request, len(_PROMPT.value))  # before the weights are read, which can take minutes
+    sizes = inference_mesh.parse(_MESH.value)
+    mesh = _make_mesh(sizes)
     opened = open_any.open_any(spec)
     if _ADAPTER.value:
         opened = peft.with_adapters(opened, pathlib.Path(_ADAPTER.value).expanduser())
@@ -100,16 +107,31 @@ def main() -> None:
             opened,
             request,
             _PROMPT.value,
-            lambda tokens: _bill(opened, 1, tokens),
+            lambda tokens: _bill(opened, 1, tokens, sizes),
             dtype,
             cache_lib.dtype_of(_CACHE_DTYPE.value, dtype),
+            mesh,
             as_json=_JSON.value,
         )
         return
     tokenizer = _tokenizer(opened)
-    bill = _admit(opened, tokenizer, request)
+    bill = _admit(opened, tokenizer, request, sizes)
     with out_of_memory.explained(lambda error: bill.oom_message("while sampling", error)):
-        _sample(opened, tokenizer, request, bill, dtype)
+        _sample(opened, tokenizer, request, bill, dtype, mesh)
+
+
+def _make_mesh(sizes: InferenceMesh) -> Mesh | None:
+    """Returns the device mesh, or None for one device.
+
+    Raises:
+      UserError: There are too few devices.
+    """
+    if sizes.count > jax.device_count():
+        raise UserError(
+            f"--mesh {sizes} needs {sizes.count} devices, but this machine has {jax.device_count()} "
+            f"{jax.default_backend()} device(s); give a smaller mesh"
+        )
+    return None if sizes.count == 1 else mesh_lib.make_mesh(sizes.config)
 
 
 def _tokenizer(opened: Pretrained) -> Tokenizer:
@@ -125,7 +147,7 @@ def _tokenizer(opened: Pretrained) -> Tokenizer:
     return tokenizer
 
 
-def _admit(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest) -> SamplingBill:
+def _admit(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, sizes: InferenceMesh) -> SamplingBill:
     """Prints and checks the memory bill of the run, before the weights are read.
 
     Raises:
@@ -133,24 +155,31 @@ def _admit(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest) -> 
     """
     longest = max(len(engine.encode(prompt, tokenizer, opened.model)) for prompt in _PROMPT.value)
     context = engine.capacity_for(longest, request.max_new_tokens, opened.model)
-    bill = _bill(opened, len(_PROMPT.value), context)
+    bill = _bill(opened, len(_PROMPT.value), context, sizes)
     commandline.log(*bill.summary_lines())
     bill.require_fit()
     return bill
 
 
-def _bill(opened: Pretrained, batch: int, context: int) -> SamplingBill:
+def _bill(opened: Pretrained, batch: int, context: int, sizes: InferenceMesh) -> SamplingBill:
     path = pathlib.Path(opened.source)
     config = checkpoint.stored_config(path)
     name = bill_lib.title(config) if config else path.name
     cache = None if _NO_CACHE.value else _CACHE_DTYPE.value
-    return SamplingBill(name, opened.model, batch, context, PREFILL_CHUNK, cache=cache)
+    return SamplingBill(name, opened.model, batch, context, PREFILL_CHUNK, cache=cache, mesh=sizes)
 
 
-def _sample(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, bill: SamplingBill, dtype: Any) -> None:
+def _sample(
+    opened: Pretrained,
+    tokenizer: Tokenizer,
+    request: SampleRequest,
+    bill: SamplingBill,
+    dtype: Any,
+    mesh: Mesh | None,
+) -> None:
     cache = cache_lib.dtype_of(_CACHE_DTYPE.value, dtype)
-    options: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value}
-    generator = Generator(opened.model, load_weights(opened, dtype), tokenizer, dtype, **options)
+    options: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value, "mesh": mesh}
+    generator = Generator(opened.model, load_weights(opened, dtype, mesh), tokenizer, dtype, **options)
     streaming = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if streaming else None)
     if _JSON.value:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxllm import commandline
 from jaxllm.engine import generator as engine
@@ -70,6 +71,7 @@ def run(
     bill: Callable[[int], SamplingBill],
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike,
+    mesh: Mesh | None = None,
     *,
     as_json: bool,
 ) -> None:
@@ -83,6 +85,7 @@ def run(
         read and before each turn.
       dtype: Dtype of weights and computation.
       cache_dtype: Dtype of the cache.
+      mesh: Device mesh; None for one device.
       as_json: Whether to print one JSON object at the end instead of text.
 
     Raises:
@@ -104,9 +107,9 @@ def run(
     first = engine.encode(_rendered(opened.text, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
     with out_of_memory.explained(lambda error: bills[-1].oom_message("in the conversation", error)):
-        generator = Generator(
-            opened.model, load_weights(opened, dtype), tokenizer, dtype, cache_dtype=cache_dtype, admit=admit
-        )
+        params = load_weights(opened, dtype, mesh)
+        options: dict[str, Any] = {"cache_dtype": cache_dtype, "admit": admit, "mesh": mesh}
+        generator = Generator(opened.model, params, tokenizer, dtype, **options)
         turns = _run_turns(Conversation(generator, opened.text, request), prompts, as_json)
     if turns:
         commandline.log(*bills[-1].reconcile(generator.live, generator.compiled_peaks()))

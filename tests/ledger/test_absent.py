@@ -222,7 +222,7 @@ def test_too_large_does_not_fit():
     [
         (("--device", "h1000"), "did you mean h100?"),
         (("--device", "h100", "--count", "8"), "--config.mesh.data=8"),
-        (("--task", "infer", "--count", "2"), "bills one device, but --count is 2"),
+        (("--task", "infer", "--count", "2"), "--count is 2, but --mesh tensor=1 has 1 device(s)"),
         (("--config.mesh.data=8", "--compile"), "config.mesh needs 8 devices"),
         (("--config.optimizer.name=muon", "--config.optimizer.offload=moments"), "set offload to 'none', or use adamw"),
         (("--task", "infer", "--weights", "int4", "--compile"), "--weights is int4, which no program supports"),

@@ -56,6 +56,8 @@ def settings(count: int) -> list[dict[str, str]]:
                     ("0", "128", "", "-1") if draw.random() < 0.1 else ("0", "128")
                 ),
                 "batch": str(draw.choice((1, 8, 100))),
+                "infer.data": draw.choice(("1", "2")),
+                "infer.tensor": draw.choice(("1", "1", "2", "8")),
                 "context": str(draw.choice((512, 1024, 4096, 100_000))),
             }
         )

@@ -6,6 +6,7 @@ import pytest
 
 from jaxllm import architectures
 from jaxllm.config import Config
+from jaxllm.config.inference_mesh import InferenceMesh
 from jaxllm.hardware import detect
 from jaxllm.plan import inference, remedies
 from jaxllm.plan.inference import InferenceChoice, InferenceEstimate, InferenceSpace
@@ -77,12 +78,40 @@ def test_what_would_fit_where_nothing_does():
     assert "--batch" not in helping  # the weights alone do not fit
     tight = search(batch=6, weights=("bf16",), caches=("bf16",))
     helping = {remedy.flags.partition("=")[0]: remedy for remedy in remedies.inference_remedies(tight, 0.05)}
-    assert set(helping) == {"--batch", "--context", "--weights", "--cache", "--device"}
+    assert set(helping) == {"--batch", "--context", "--weights", "--cache", "--count", "--device"}
     batch = int(helping["--batch"].flags.partition("=")[2])
     choice = dataclasses.replace(tight.closest[0], batch=batch)
     assert peak(choice) <= BUDGET
     one_more = dataclasses.replace(choice, batch=batch + 1)
     assert peak(one_more) > BUDGET
+
+
+def test_a_model_that_needs_two_devices():
+    """Llama 3 70B in bf16 has 131 GiB of weights: two H100 hold it and some sequences, one does not."""
+    h100 = detect.by_name("h100")
+    budget = int(0.95 * h100.memory_bytes)
+    one = space("llama3-70b", weights=("bf16",), caches=("bf16",))
+    alone = inference.search(one, h100, budget)
+    assert not alone.fitting
+    (more,) = [r for r in remedies.inference_remedies(alone, 0.05) if r.flags.startswith("--count")]
+    assert more.flags == "--count=2"
+    found = inference.search(dataclasses.replace(one, count=2), h100, budget)
+    best = found.fitting[0].choice
+    assert (best.mesh, best.batch) == (InferenceMesh(tensor=2), 3)
+    one_more = dataclasses.replace(best, batch=4)
+    assert inference.ledger_of(found.space, h100, one_more).peak_bytes > budget
+    assert 2 * 3.35e12 / 141e9 * 3 > found.fitting[0].tokens_per_second > 130  # weights read once per token
+    batches = inference.largest_batches(found, best)
+    assert batches[8192] == 3
+    assert batches[2048] > 3 * batches[8192]
+
+
+def test_small_models_are_replicated():
+    """On four devices a model that fits on one serves the most tokens with its sequences sharded over `data`."""
+    found = inference.search(dataclasses.replace(space(weights=("bf16",)), count=4), L4, BUDGET)
+    meshes = {estimate.choice.mesh for estimate in found.fitting}
+    assert meshes == {InferenceMesh(4, 1), InferenceMesh(2, 2), InferenceMesh(1, 4)}
+    assert all(estimate.choice.batch % estimate.choice.mesh.data == 0 for estimate in found.fitting)
 
 
 def test_an_unknown_rate_is_named():

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jaxllm.config import Architecture
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.hardware.detect import Device
@@ -28,6 +30,10 @@ class SamplingBill:
       device: Device specification; this machine's by default.
       used_by_others: Bytes in use on the device by others; measured by default.
       cache: Format of keys and values; None for no cache, where every token runs a whole forward pass.
+      mesh: Number of devices along each mesh axis.
+
+    Raises:
+      UserError: The model cannot be sharded over the mesh.
     """
 
     def __init__(
@@ -40,15 +46,16 @@ class SamplingBill:
         device: Device | None = None,
         used_by_others: Figure | None = None,
         cache: str | None = AUTO,
+        mesh: InferenceMesh = ONE_DEVICE,
     ):
         self._device = device or detect.this_machine()
         self._used_by_others = device_lib.used_by_others() if used_by_others is None else used_by_others
-        available = device_lib.available_to_task(self._device, self._used_by_others)
+        available = device_lib.available_to_task(self._device, self._used_by_others, mesh.count)
 
         def ledger_for(batch: int, context: int) -> Ledger:
             sizes = (batch, context, min(chunk, context))
-            use_cache = cache is not None
-            ledger = bill.sampling(name, model, self._device, *sizes, cache=cache or AUTO, use_cache=use_cache)
+            options: dict[str, Any] = {"cache": cache or AUTO, "use_cache": cache is not None, "mesh": mesh}
+            ledger = bill.sampling(name, model, self._device, *sizes, **options)
             return dataclasses.replace(ledger, capacity_bytes=available)
 
         self._ledger_for, self._batch, self._context = ledger_for, batch, context
@@ -63,7 +70,8 @@ class SamplingBill:
             listed = ", ".join(f"{row.name} {format_bytes(row.bytes_per_device)}" for row in live)
             lines.append(f"  {phase}: {format_bytes(ledger.phase_bytes(phase))} = {listed}")
         lines.append(f"  {ledger.attention}")
-        lines.append(f"  {terminal.verdict(ledger)}; on {self._device.name}")
+        devices = self._device.name if ledger.count == 1 else f"each of {ledger.count} × {self._device.name}"
+        lines.append(f"  {terminal.verdict(ledger)}; on {devices}")
         others = self._used_by_others
         if isinstance(others, int) and others and self._device.platform != "cpu":
             lines[-1] += f", of which others hold {format_bytes(others)} more"

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxllm import architectures
 from jaxllm.config import CHOICES, overrides
+from jaxllm.config.inference_mesh import InferenceMesh
 from jaxllm.errors import UserError
 from jaxllm.hardware import detect
 from jaxllm.hardware.detect import Device
@@ -64,6 +65,8 @@ FORM: dict[str, tuple[Field, ...]] = {
     "Inference": (
         Field("batch", "sequences"),
         Field("context", "context, tokens"),
+        Field("infer.data", "mesh, data"),
+        Field("infer.tensor", "mesh, tensor"),
         Field("weights", "weights", (bill.AUTO, *formats.FORMATS)),
         Field("cache", "KV cache", (bill.AUTO, *formats.CACHE_FORMATS)),
     ),
@@ -83,6 +86,8 @@ def initial_state(bill_request: BillRequest, device_name: str) -> dict[str, Any]
         "count": request.count_of(bill_request),
         "batch": bill_request.batch,
         "context": request.context_of(bill_request),
+        "infer.data": bill_request.mesh.data,
+        "infer.tensor": bill_request.mesh.tensor,
         "weights": bill_request.weights,
         "cache": bill_request.cache,
     }
@@ -124,7 +129,8 @@ def to_request(initial: Mapping[str, Any], texts: Mapping[str, str]) -> BillRequ
     device = Device(**initial["machine"]) if name == HERE and initial["machine"] else detect.by_name(name)
     count, batch, context = (int(texts[flag]) for flag in ("count", "batch", "context"))
     dtypes = (texts["weights"], texts["cache"])
-    return BillRequest(overrides.from_dict(tree), device, count, batch, context, initial["chunk"], *dtypes)
+    sizes = InferenceMesh(int(texts["infer.data"]), int(texts["infer.tensor"]))
+    return BillRequest(overrides.from_dict(tree), device, count, batch, context, initial["chunk"], *dtypes, sizes)
 
 
 def _parsed(field: Field, text: str) -> int | str:
