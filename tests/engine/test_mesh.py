@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+import folders
 import jax
 import jax.numpy as jnp
 import models
@@ -15,11 +16,12 @@ from jaxllm.config.inference_mesh import InferenceMesh
 from jaxllm.decode import cache, sharding
 from jaxllm.decode import state as state_lib
 from jaxllm.decode.sampling import SamplingOptions, make_params
-from jaxllm.decode.weights import WeightLayout
+from jaxllm.decode.weights import WeightLayout, layout_for
 from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import SampleRequest
-from jaxllm.engine.weights import arrange
+from jaxllm.engine.weights import arrange, load_weights
 from jaxllm.errors import UserError
+from jaxllm.interop.opening import open_model
 from jaxllm.interop.tokenizer import ByteTokenizer
 from jaxllm.ledger.compiled import collectives as collectives_lib
 from jaxllm.ledger.compiled import hlo
@@ -123,3 +125,18 @@ def test_sizes_that_do_not_divide():
         InferenceMesh(tensor=3).shard(models.ROTARY)
     with pytest.raises(UserError, match=r"kv_heads \(6\)"):
         InferenceMesh(tensor=4).shard(dataclasses.replace(models.ROTARY, heads=12, kv_heads=6))
+
+
+@pytest.mark.parametrize("sizes", [InferenceMesh(tensor=4), InferenceMesh(data=2, tensor=2)], ids=str)
+def test_weights_are_read_to_their_shards(tmp_path, sizes):
+    """A folder's weights on a mesh are those of the model, and no device reads or holds more than its shard."""
+    model = dataclasses.replace(models.ROTARY, vocab_size=261)
+    tree = folders.random_tree(model, np.float32)
+    opened = open_model(str(folders.write(tmp_path / "model", model, tree)))
+    mesh = make_mesh(sizes.config)
+    loaded, made = load_weights(opened, jnp.float32, mesh).tree, arrange(tree, model, jnp.float32, mesh).tree
+    for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(made), strict=True):
+        np.testing.assert_array_equal(x, y)
+    wanted = sharding.abstract_params(model, jnp.float32, layout_for("cpu"), mesh)
+    for x, like in zip(jax.tree.leaves(loaded), jax.tree.leaves(wanted), strict=True):
+        assert x.sharding == like.sharding

@@ -2,6 +2,7 @@
 
 import json
 
+import compiler
 import pytest
 import runs
 
@@ -59,6 +60,18 @@ def test_a_cache_in_int8_is_half_as_large_and_billed_so(workdir):
     assert "--no_cache cannot be combined with --cache_dtype=int8" in refused.stderr
 
 
+def test_several_devices_give_the_tokens_of_one(workdir):
+    arguments = ["-m", "jaxllm.sample", f"--model={workdir}", "--prompt=alpha ", "--prompt=be", "--prompt=c", "--json"]
+    arguments += ["--max_new_tokens=8", "--ignore_eos"]
+    eight = {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {compiler.FAST}"}
+    processes = [runs.started(arguments), runs.started([*arguments, "--mesh=data=2,tensor=2"], **eight)]
+    (alone, _), (sharded, bill) = (process.communicate() for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], bill
+    assert json.loads(sharded)["results"] == json.loads(alone)["results"]
+    assert bill.count("B (as billed)") == 2
+    assert "on each of 4 × " in bill
+
+
 def test_live_text_and_times_apart(workdir):
     done = runs.command(
         "jaxllm.sample", f"--model={workdir}", "--prompt=alpha", "--max_new_tokens=5", "--temperature=0"
@@ -78,6 +91,8 @@ def test_live_text_and_times_apart(workdir):
         (["--model={workdir}", "--prompt=" + "long " * 30], "context_length"),
         (["--model={workdir}/nowhere", "--prompt=x"], "not found"),
         (["--model={workdir}", "--prompt=x", "--temperature=-1"], "temperature"),
+        (["--model={workdir}", "--prompt=x", "--mesh=tensor=64"], "--mesh tensor=64 needs 64 devices"),
+        (["--model={workdir}", "--prompt=x", "--mesh=4"], "--mesh is '4'"),
         (["--model={workdir}", "--prompt=x", "--top_q=1"], "--top_p"),
     ],
 )
