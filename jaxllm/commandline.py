@@ -5,11 +5,15 @@ traceback; 130 and 143 stopped by SIGINT or SIGTERM, as a shell reports them.
 """
 
 import os
+import pathlib
+import platform
 import re
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
@@ -19,6 +23,7 @@ from jaxllm.errors import RunError, UserError, nearest
 from jaxllm.hardware import spec as devices
 
 FLAGS = flags.FLAGS
+_CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def define_config() -> None:
@@ -63,6 +68,30 @@ def log(*lines: str) -> None:
     """Prints lines to standard error; standard output has only results."""
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def keep_compiled_programs() -> None:
+    """Keeps compiled programs in the user's cache folder, so that the next start of the same command is faster.
+
+    The environment variable JAX_COMPILATION_CACHE_DIR names another folder, or is empty to keep nothing. JAX names each
+    program by a hash of its HLO, the compiler's version and options, and the kind of device. That does not include the
+    instruction set of a CPU, so machines that share a home folder have folders of their own.
+    """
+    if _CACHE_VARIABLE in os.environ:
+        return
+    try:
+        processor = pathlib.Path("/proc/cpuinfo").read_text()
+        processor = next(line for line in processor.splitlines() if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        processor = f"{platform.machine()} {platform.processor()}"
+    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = home / "jaxllm" / "compiled" / f"{zlib.crc32(processor.encode()):08x}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to
+        return
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> None:

@@ -66,7 +66,7 @@ def trained(workdir: str | os.PathLike[str]) -> tuple[Config, Any]:
 def environment(**extra: str) -> dict[str, str]:
     """Returns a user's environment with one CPU device and the defaults that the tests tighten."""
     usual = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": compiler.FAST, "JAX_NUMPY_RANK_PROMOTION": "allow"}
-    return os.environ | usual | extra
+    return os.environ | {"JAX_COMPILATION_CACHE_DIR": ""} | usual | extra  # nothing is kept in the user's folder
 
 
 def compiled_once(cache: pathlib.Path) -> dict[str, str]:

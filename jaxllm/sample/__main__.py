@@ -95,6 +95,7 @@ def main() -> None:
     if _NO_CACHE.value and (_CHAT.value or _CACHE_DTYPE.value != AUTO):
         other = "--chat" if _CHAT.value else f"--cache_dtype={_CACHE_DTYPE.value}"
         raise UserError(f"--no_cache cannot be combined with {other}; remove one of them")
+    commandline.keep_compiled_programs()
     check(request, len(_PROMPT.value))  # before the weights are read, which can take minutes
     sizes = inference_mesh.parse(_MESH.value)
     mesh = _make_mesh(sizes)

@@ -3,8 +3,11 @@
 import json
 
 import compiler
+import jax
 import pytest
 import runs
+
+from jaxllm import commandline
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +197,19 @@ def test_a_folder_without_a_tokenizer_is_reported(workdir, tmp_path_factory):
     done = runs.command("jaxllm.sample", f"--model={folder}", "--prompt=x")
     assert done.returncode == 2
     assert "has no tokenizer.json" in done.stderr
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        commandline.keep_compiled_programs()
+        (folder,) = (tmp_path / "jaxllm" / "compiled").iterdir()
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+        jax.config.update("jax_compilation_cache_dir", before)
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # the user's choice: nothing is kept
+        commandline.keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == before
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
