@@ -9,6 +9,7 @@ import pathlib
 import platform
 import re
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from ml_collections import config_flags
 
 from jaxllm import config as config_lib
 from jaxllm.config import overrides
-from jaxllm.errors import RunError, UserError, nearest
+from jaxllm.errors import Notice, RunError, UserError, nearest
 from jaxllm.hardware import spec as devices
 
 FLAGS = flags.FLAGS
@@ -105,6 +106,7 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
     # Libraries also log the errors that they raise; without this each error is printed twice.
     logging.set_verbosity(logging.FATAL)
     devices.set_memory_fraction()
+    _show_notices()
     try:
         if {"--help", "-h", "-help"} & set(argv[1:]):
             print(_help(main))
@@ -120,6 +122,19 @@ def run(main: Callable[[], int | None], argv: Sequence[str] | None = None) -> No
     except BrokenPipeError:  # the reader of our output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _show_notices() -> None:
+    """Makes warnings of the category `Notice` one line on standard error."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, Notice):
+            log(f"warning: {message}")
+        else:
+            usual(message, category, *place, **more)
+
+    warnings.showwarning = show
 
 
 def _parse(argv: list[str]) -> None:

@@ -8,6 +8,10 @@ class UserError(Exception):
     """Bad input. The one-line message names the problem and the fix. Exit status 2; see `jaxllm.commandline`."""
 
 
+class Notice(UserWarning):
+    """Warning for the user, one line, which commands print as `warning: …`."""
+
+
 class RunError(Exception):
     """Failure of a run with valid input. The one-line message says where it stopped and what is saved. Status 1."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.interop.huggingface import packed_weights
 
 # Fields that do not affect what the model computes from tokens, with the reason. All others must be read.
 NEUTRAL: dict[str, str] = {
@@ -153,12 +154,12 @@ class Fields:
         Args:
           neutral: False for an object within the file, in which the names of `NEUTRAL` have another meaning.
         Raises:
-          UserError: fields were not read, or the weights are quantized.
+          UserError: fields were not read, or the weights are quantized by an unsupported method.
         """
         if neutral:
             for name, allowed in _EXPECTED.items():
                 self.expect(name, *allowed)
-            self._reject_quantized()
+            self._reject_unsupported_quantization()
         left = self.unused() if neutral else sorted(set(self._values) - self._used)
         if left:
             listed = ", ".join(f"{name} = {self._values[name]!r}" for name in left)
@@ -167,14 +168,10 @@ class Fields:
                 "them if they do not"
             )
 
-    def _reject_quantized(self) -> None:
-        table = self.get("quantization_config", None)
+    def _reject_unsupported_quantization(self) -> None:
+        table = self.get(packed_weights.FIELD, None)
         if table:
-            method = table.get("quant_method") if isinstance(table, dict) else None
-            raise UserError(
-                f"{self.where}: the weights are quantized (quant_method {method!r}), which is unsupported; use the "
-                "release in bfloat16, float16 or float32, or a .gguf file"
-            )
+            packed_weights.read_format(table, self.where)
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -12,8 +12,9 @@ from jaxllm.config import Architecture
 from jaxllm.errors import UserError
 from jaxllm.interop import rules
 from jaxllm.interop import text as texts
-from jaxllm.interop.huggingface import config_file, folder_rules
+from jaxllm.interop.huggingface import config_file, folder_rules, packed_weights
 from jaxllm.interop.huggingface.config_fields import read_json
+from jaxllm.interop.huggingface.packed_weights import PackedFiles
 from jaxllm.interop.huggingface.safetensors_files import TensorFiles, open_tensors, write_checkpoint
 from jaxllm.interop.pretrained import Pretrained
 from jaxllm.interop.rules import TensorMapping
@@ -37,7 +38,7 @@ def open_folder(path: str | pathlib.Path) -> Pretrained:
     folder = pathlib.Path(path).expanduser()
     config = read_json(folder / CONFIG)
     family, model = config_file.read_config(config, str(folder / CONFIG))
-    files = open_tensors(folder)
+    files = packed_weights.open_packed(open_tensors(folder), config, str(folder / CONFIG))
     mappings = _rules(model, family, files, config["model_type"] == _MULTIMODAL, folder)
 
     def load(dtype: jax.typing.DTypeLike, shardings: Any) -> Any:
@@ -65,6 +66,8 @@ def _rules(
     if model.tied_embeddings and head in names:
         _check_tied_head(files, folder_rules.embedding_name(family, prefix), head, folder)
         ignored.add(head)
+    if isinstance(files, PackedFiles):
+        ignored |= files.unused_biases({name for rule in mappings for name in rule.names})
     try:
         rules.check(mappings, names, str(folder), ignored)
     except UserError as error:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from jaxllm.interop import copying
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Supported dtypes by their names in the format. Its others (integers, float8) are quantized weights.
+_INTEGERS = {"I32": np.int32, "I64": np.int64}
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 # The safetensors library rejects longer headers.
@@ -59,15 +61,26 @@ class TensorFiles:
         Raises:
           UserError: its dtype is not F64, F32, F16 or BF16.
         """
+        return self._view(name, _DTYPES, "use a checkpoint that is not quantized")
+
+    def read_integers(self, name: str) -> np.ndarray:
+        """Returns an integer tensor, such as packed codes, as a view of its memory-mapped file.
+
+        Raises:
+          UserError: its dtype is not I32 or I64.
+        """
+        return self._view(name, _INTEGERS, "use the files of one release")
+
+    def _view(self, name: str, dtypes: Mapping[str, Any], fix: str) -> np.ndarray:
         entry = self.entries[name]
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in dtypes:
             raise UserError(
                 f"{entry.file}: {name} has the unsupported dtype {entry.dtype}; supported values are "
-                f"{', '.join(_DTYPES)}: use a checkpoint that is not quantized"
+                f"{', '.join(dtypes)}: {fix}"
             )
         if entry.file not in self._maps:
             self._maps[entry.file] = np.memmap(entry.file, np.uint8, mode="r")
-        return np.ndarray(entry.shape, _DTYPES[entry.dtype], self._maps[entry.file], entry.begin)
+        return np.ndarray(entry.shape, dtypes[entry.dtype], self._maps[entry.file], entry.begin)
 
 
 def open_tensors(folder: pathlib.Path) -> TensorFiles:
@@ -122,7 +135,7 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
             raise UserError(
                 f"{path} is truncated: {name} ends at byte {entry.end:,} and the file has {size:,}; download it again"
             )
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = (_DTYPES | _INTEGERS).get(entry.dtype)
         wanted = None if dtype is None else int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         if entry.begin > entry.end or wanted not in (None, entry.end - entry.begin):
             raise UserError(

@@ -221,7 +221,7 @@ def test_longrope_and_partial_rotation():
         ({"rope_parameters": {"rope_type": "default"}}, "rope_scaling and rope_parameters differ"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are quantized (quant_method 'gptq')"),
+        ({"quantization_config": {"quant_method": "fp8", "bits": 8}}, "weights are quantized (quant_method 'fp8')"),
         ({"quantization_config": {"bits": 4}}, "weights are quantized (quant_method None)"),
         (
             {"rope_scaling": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
