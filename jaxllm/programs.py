@@ -21,6 +21,7 @@ from jaxllm.decode.weights import WeightLayout
 from jaxllm.model import adapter_specs, adapters
 from jaxllm.parallel.collectives import Collectives
 from jaxllm.parallel.mesh import batch_sharding, replicated
+from jaxllm.quantize.formats import QuantFormat
 from jaxllm.step import precision
 from jaxllm.step import state as state_lib
 from jaxllm.step.gradients import evaluate
@@ -196,6 +197,7 @@ def _inference(
     cache_dtype: jax.typing.DTypeLike | None,
     layout: WeightLayout,
     mesh: Mesh | AbstractMesh | None,
+    quantize: QuantFormat | None,
     with_cache: bool = True,
 ) -> Program:
     """Builds a program (params, state, *arguments) -> state, or (state, tokens), which donates the state.
@@ -207,7 +209,7 @@ def _inference(
       arguments: (shape and dtype, partition on a mesh) of each further argument.
       out_rows: Number of outputs after the state, with one row per row of the batch.
     """
-    params = sharding.abstract_params(model, dtype, layout, mesh)
+    params = sharding.abstract_params(model, dtype, layout, mesh, quantize)
     cache_dtype = dtype if cache_dtype is None else cache_dtype
     state = sharding.abstract_state(model, batch, capacity, cache_dtype, layout, mesh, with_cache)
     declared, collectives = weights.model_in(model, layout), sharding.collectives(mesh)
@@ -238,6 +240,7 @@ def prefill(
     cache_dtype: jax.typing.DTypeLike | None = None,
     layout: WeightLayout = WeightLayout.TRAINING,
     mesh: Mesh | AbstractMesh | None = None,
+    quantize: QuantFormat | None = None,
 ) -> Program:
     """Builds the program (params, state, tokens [B, C], valid [B, C]) -> state, which donates the state.
 
@@ -250,11 +253,12 @@ def prefill(
       cache_dtype: Dtype of the cached keys and values; None means `dtype`.
       layout: Layout of the parameters and the cache.
       mesh: Device mesh; None for one device.
+      quantize: Format of the matrices of layers; None does not quantize.
     """
     shape = (batch, chunk)
     arguments = ((jax.ShapeDtypeStruct(shape, jnp.int32), _ROWS), (jax.ShapeDtypeStruct(shape, bool), _ROWS))
-    sizes = (model, batch, capacity, arguments, 0)
-    return _inference("prefill", generate.prefill, *sizes, dtype, cache_dtype, layout, mesh)
+    options = (dtype, cache_dtype, layout, mesh, quantize)
+    return _inference("prefill", generate.prefill, model, batch, capacity, arguments, 0, *options)
 
 
 def decode(
@@ -266,18 +270,17 @@ def decode(
     cache_dtype: jax.typing.DTypeLike | None = None,
     layout: WeightLayout = WeightLayout.TRAINING,
     mesh: Mesh | AbstractMesh | None = None,
+    quantize: QuantFormat | None = None,
 ) -> Program:
-    """Builds the program (params, state, limit) -> (state, tokens [B, steps]), which runs at most `limit` steps.
+    """Builds the program (params, state, limit) -> (state, tokens [B, steps]), which donates the state.
 
-    The state is donated. Arguments are those of `prefill`, with `steps` in place of `chunk`: the static maximum number
-    of steps, which is the width of the returned tokens.
+    It runs at most `limit` steps; `steps` is their static maximum. The other arguments are those of `prefill`.
     """
 
     def run(params: Any, state: DecodeState, limit: jax.Array, model: Architecture, collectives: Collectives) -> Any:
         return generate.decode(params, state, limit, model, steps, collectives)
 
-    sizes = (model, batch, capacity, _LIMIT, 1)
-    return _inference("decode", run, *sizes, dtype, cache_dtype, layout, mesh)
+    return _inference("decode", run, model, batch, capacity, _LIMIT, 1, dtype, cache_dtype, layout, mesh, quantize)
 
 
 def decode_without_cache(
@@ -288,6 +291,7 @@ def decode_without_cache(
     dtype: jax.typing.DTypeLike,
     layout: WeightLayout = WeightLayout.TRAINING,
     mesh: Mesh | AbstractMesh | None = None,
+    quantize: QuantFormat | None = None,
 ) -> Program:
     """Builds the `decode` program with a full forward pass per token; its state stores tokens instead of a cache."""
 
@@ -295,4 +299,4 @@ def decode_without_cache(
         return generate.decode_without_cache(params, state, limit, model, steps, collectives)
 
     sizes = (model, batch, capacity, _LIMIT, 1)
-    return _inference("decode_without_cache", run, *sizes, dtype, dtype, layout, mesh, with_cache=False)
+    return _inference("decode_without_cache", run, *sizes, dtype, dtype, layout, mesh, quantize, with_cache=False)

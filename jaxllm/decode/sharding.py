@@ -18,6 +18,7 @@ from jaxllm.decode import weights
 from jaxllm.decode.weights import WeightLayout
 from jaxllm.model import specs
 from jaxllm.parallel.collectives import Collectives
+from jaxllm.quantize.formats import QuantFormat
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -70,7 +71,11 @@ def loaded_params(model: Architecture, dtype: jax.typing.DTypeLike, mesh: AnyMes
 
 
 def abstract_params(
-    model: Architecture, dtype: jax.typing.DTypeLike, layout: WeightLayout, mesh: AnyMesh | None = None
+    model: Architecture,
+    dtype: jax.typing.DTypeLike,
+    layout: WeightLayout,
+    mesh: AnyMesh | None = None,
+    quantize: QuantFormat | None = None,
 ) -> Any:
     """Returns the abstract parameters of the programs of inference, with shardings if there is a mesh.
 
@@ -79,11 +84,12 @@ def abstract_params(
       dtype: Dtype of the parameters: the compute dtype, without float32 master copies.
       layout: Layout of the parameters.
       mesh: Device mesh; None for one device.
+      quantize: Format of the matrices of layers; None does not quantize.
     """
 
     def arranged(model: Architecture) -> Any:
         params = specs.abstract(specs.param_specs(model), dtype)
-        return jax.eval_shape(lambda params: weights.arrange(params, model, layout), params)
+        return jax.eval_shape(lambda params: weights.arrange(params, model, layout, quantize=quantize), params)
 
     if mesh is None:
         return arranged(model)

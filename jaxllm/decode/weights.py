@@ -21,7 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import Architecture
+from jaxllm.errors import UserError
 from jaxllm.model.linear import OutputMajor
+from jaxllm.quantize import formats
+from jaxllm.quantize.formats import QuantFormat
+from jaxllm.quantize.weight import QuantizedWeight
+from jaxllm.quantize.weight import quantize as quantize_matrix
 
 _PROJECTIONS = ("q", "k", "v")
 
@@ -56,7 +61,26 @@ def model_in(model: Architecture, layout: WeightLayout) -> Architecture:
     return dataclasses.replace(model, pattern=(*kinds, kinds[0]))
 
 
-def arrange(params: Any, model: Architecture, layout: WeightLayout, release: bool = False) -> Any:
+def check_quantization(model: Architecture, layout: WeightLayout, quantize: QuantFormat | None) -> None:
+    """Checks, before any weight is read, that the weights of a model can be quantized in a layout.
+
+    Raises:
+      UserError: The layout is not PER_LAYER, or the groups do not divide the inputs of a matrix.
+    """
+    if quantize is None:
+        return
+    if layout is not WeightLayout.PER_LAYER:
+        raise UserError(f"quantized weights are not supported in the layout {layout.value}; omit --quantize")
+    formats.check(model, quantize)
+
+
+def arrange(
+    params: Any,
+    model: Architecture,
+    layout: WeightLayout,
+    release: bool = False,
+    quantize: QuantFormat | None = None,
+) -> Any:
     """Converts weights from the layout of training to another one.
 
     Args:
@@ -65,7 +89,12 @@ def arrange(params: Any, model: Architecture, layout: WeightLayout, release: boo
       layout: The layout.
       release: Whether to delete each source array as soon as it is converted, so that at most one array (one stack, if
         `params` has stacks) exists twice.
+      quantize: Format of the matrices of layers, each of which is quantized as soon as it is fused; None keeps them.
+
+    Raises:
+      UserError: The weights cannot be quantized in the layout, or a matrix has a NaN or an infinity.
     """
+    check_quantization(model, layout, quantize)
     if layout is WeightLayout.TRAINING:
         return params
     if layout is WeightLayout.TPU:
@@ -73,8 +102,8 @@ def arrange(params: Any, model: Architecture, layout: WeightLayout, release: boo
     if params["layers"]:
         params = _unstack(params, model, release)
     layers = []
-    for layer in params["tail"]:
-        fused = _fuse(layer, model)
+    for index, layer in enumerate(params["tail"]):
+        fused = _fuse(layer, model, _Storage(quantize, f"layer {index}"))
         layers.append(fused)
         for group in ("attn", "mlp") if release else ():
             for name, x in layer[group].items():
@@ -148,7 +177,29 @@ def _unstack(params: Any, model: Architecture, release: bool) -> Any:
     return {**params, "layers": (), "tail": (*layers, *params["tail"])}
 
 
-def _fuse(layer: dict[str, Any], model: Architecture) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    """Storage of the matrices of a layer: outputs first, quantized or not.
+
+    Attributes:
+      quantize: Format; None stores arrays as they are.
+      layer: Name of the layer, for messages.
+    """
+
+    quantize: QuantFormat | None
+    layer: str
+
+    def __call__(self, x: jax.Array, name: str, lead: int = 0, inputs: int = 1) -> OutputMajor | QuantizedWeight:
+        """Moves the input dimensions, which follow `lead` dimensions, to the end, and quantizes."""
+        moved = jnp.moveaxis(x, range(lead, lead + inputs), range(-inputs, 0))
+        if self.quantize is None:
+            return OutputMajor(moved)
+        return quantize_matrix(
+            moved.reshape(*moved.shape[:-inputs], -1), self.quantize, f"{self.layer}, weight {name},"
+        )
+
+
+def _fuse(layer: dict[str, Any], model: Architecture, store: _Storage) -> dict[str, Any]:
     """Fuses the projections of a layer and stores its matrices with the outputs first."""
     groups = model.heads // model.kv_heads
 
@@ -157,21 +208,16 @@ def _fuse(layer: dict[str, Any], model: Architecture) -> dict[str, Any]:
         return x.reshape(*x.shape[:-2], model.kv_heads, groups if name == "q" else 1, x.shape[-1])
 
     attn, mlp = dict(layer["attn"]), dict(layer["mlp"])
-    attn["qkv"] = _output_major(jnp.concatenate([grouped(n, attn.pop(n)) for n in _PROJECTIONS], -2))
+    attn["qkv"] = store(jnp.concatenate([grouped(n, attn.pop(n)) for n in _PROJECTIONS], -2), "qkv")
     if model.qkv_bias:
         attn["qkv_bias"] = jnp.concatenate([grouped(n, attn.pop(f"{n}_bias")) for n in _PROJECTIONS], -2)
-    attn["out"] = _output_major(attn["out"], inputs=2)
+    attn["out"] = store(attn["out"], "out", inputs=2)
     experts = 1 if model.experts else 0
     if model.gated:
-        mlp["gate_up"] = _output_major(jnp.stack([mlp.pop("gate"), mlp.pop("up")], -2), experts)
+        mlp["gate_up"] = store(jnp.stack([mlp.pop("gate"), mlp.pop("up")], -2), "gate_up", experts)
         if model.mlp_bias:
             mlp["gate_up_bias"] = jnp.stack([mlp.pop("gate_bias"), mlp.pop("up_bias")], -2)
     else:
-        mlp["up"] = _output_major(mlp["up"], experts)
-    mlp["down"] = _output_major(mlp["down"], experts)
+        mlp["up"] = store(mlp["up"], "up", experts)
+    mlp["down"] = store(mlp["down"], "down", experts)
     return {**layer, "attn": attn, "mlp": mlp}
-
-
-def _output_major(x: jax.Array, lead: int = 0, inputs: int = 1) -> OutputMajor:
-    """Moves the input dimensions, which follow `lead` dimensions, to the end."""
-    return OutputMajor(jnp.moveaxis(x, range(lead, lead + inputs), range(-inputs, 0)))

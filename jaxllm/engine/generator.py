@@ -124,7 +124,7 @@ class Generator:
         self._mesh = mesh
         if not isinstance(params, InferenceWeights):
             params = arrange(jax.tree.map(lambda x: jnp.asarray(x, dtype), params), model, dtype, mesh)
-        self._params = params.tree
+        self._params, self._quantize = params.tree, params.quantize
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype
@@ -233,7 +233,7 @@ class Generator:
         key = (name, batch, capacity)
         if key not in self._compiled:
             width = min(self._chunk, capacity) if name == "prefill" else self._steps
-            options: dict[str, Any] = {"layout": self._layout, "mesh": self._mesh}
+            options: dict[str, Any] = {"layout": self._layout, "mesh": self._mesh, "quantize": self._quantize}
             if self._use_cache:
                 options["cache_dtype"] = self._cache_dtype
             program = getattr(programs, name)(self._model, batch, width, capacity, self._dtype, **options)

@@ -122,7 +122,7 @@ def _show(bills: Mapping[str, Ledger], inspections: Mapping[str, Mapping[str, In
 def _sampling(asked: BillRequest) -> SamplingSpec:
     context = request.context_of(asked)
     batch = asked.mesh.rows(asked.batch) * asked.mesh.data
-    return SamplingSpec(batch, context, min(asked.chunk, context), DECODE_STEPS, asked.cache, asked.mesh)
+    return SamplingSpec(batch, context, min(asked.chunk, context), DECODE_STEPS, asked.cache, asked.mesh, asked.weights)
 
 
 def _inspect(asked: BillRequest, task: str) -> dict[str, Inspection]:

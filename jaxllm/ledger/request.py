@@ -13,6 +13,7 @@ from jaxllm.ledger import bill
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.rows import Ledger
 from jaxllm.parallel import mesh
+from jaxllm.quantize import formats as quantize_formats
 
 TASKS = ("train", "infer")
 
@@ -91,14 +92,21 @@ def require_programs(request: BillRequest) -> None:
       UserError: No program supports the format; the message names the flag.
     """
     plain = bill.compute_format(request.device.platform)
+    quantized = quantize_formats.from_name(request.weights)
+    if quantized is not None and request.device.platform != "tpu" and request.mesh.count == 1:
+        quantize_formats.check(request.model, quantized)
+        plain_weights: tuple[str, ...] = (request.weights,)
+    else:
+        plain_weights = (bill.AUTO, plain)
     for flag, name, there in (
-        ("weights", request.weights, (bill.AUTO, plain)),
+        ("weights", request.weights, plain_weights),
         ("cache", request.cache, (bill.AUTO, plain, formats.INT8)),
     ):
         if name not in there:
             raise UserError(
                 f"--{flag} is {name}, which no program supports: on {request.device.name} weights are "
-                f"{plain} and the cache is {plain} or int8; omit --compile, or --{flag}"
+                f"{plain} (on one CPU or GPU also int8 and int4) and the cache is {plain} or int8; omit --compile, or "
+                f"--{flag}"
             )
 
 

@@ -9,6 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxllm.model.adapters import ADAPTERS
+from jaxllm.quantize.product import multiply
+from jaxllm.quantize.weight import QuantizedWeight
 
 
 class OutputMajor(flax.struct.PyTreeNode):
@@ -20,7 +22,7 @@ class OutputMajor(flax.struct.PyTreeNode):
     array: Float[Array, "*outputs_inputs"]
 
 
-def matmul(x: Float[Array, "B T *inputs"], weight: Array | OutputMajor, fan_in: int = 1) -> Array:
+def matmul(x: Float[Array, "B T *inputs"], weight: Array | OutputMajor | QuantizedWeight, fan_in: int = 1) -> Array:
     """Multiplies x by a weight, contracting the last `fan_in` dimensions of x: [B, T, *outputs].
 
     This is one 2D matmul with flattened dimensions. On XLA's CPU backend, the gradient of the equivalent einsum, which
@@ -28,13 +30,15 @@ def matmul(x: Float[Array, "B T *inputs"], weight: Array | OutputMajor, fan_in: 
 
     Args:
       x: Activations.
-      weight: [*inputs, *outputs], or an `OutputMajor` array.
+      weight: [*inputs, *outputs], or an `OutputMajor` or quantized weight.
       fan_in: Number of input dimensions.
     """
     B, T = x.shape[:2]
     inputs = math.prod(x.shape[2:])
     rows = x.reshape(B * T, inputs)
-    if isinstance(weight, OutputMajor):
+    if isinstance(weight, QuantizedWeight):
+        outputs, y = weight.outputs, multiply(rows, weight)
+    elif isinstance(weight, OutputMajor):
         outputs = weight.array.shape[: weight.array.ndim - fan_in]
         y = jax.lax.dot_general(rows, weight.array.reshape(-1, inputs), (((1,), (1,)), ((), ())))
     else:

@@ -18,6 +18,7 @@ from jaxllm.kernels import grouped
 from jaxllm.model.layers import activation
 from jaxllm.model.linear import OutputMajor, matmul
 from jaxllm.parallel.collectives import SINGLE_DEVICE, Collectives
+from jaxllm.quantize.weight import QuantizedWeight, dequantize
 
 
 def route(
@@ -79,7 +80,7 @@ def moe(
     flat = x.reshape(B * T, D)
     weights, experts, probabilities = route(flat, params["router"], model)
     aux_loss = load_balancing_loss(probabilities, experts, token_mask.reshape(-1), collectives)
-    if isinstance(params["down"], OutputMajor):
+    if isinstance(params["down"], OutputMajor | QuantizedWeight):
         y = _inference_experts(flat, params, model, experts, weights, collectives)
         return collectives.reduce_scatter_tokens(y.reshape(B, T, D)), aux_loss
     # One row per (token, expert) assignment, grouped by expert.
@@ -112,25 +113,27 @@ def _inference_experts(
     """Computes the experts' MLPs with weights that are stored with the outputs first, [E, (2,) F, D] and [E, D, F].
 
     A loop over blocks of tokens slices one expert's matrix at a time, and XLA copies the slice before it multiplies. A
-    few tokens are multiplied without one; see `config.experts`.
+    few tokens are multiplied without one; see `config.experts`. Quantized matrices are dequantized: those of the chosen
+    experts of a few tokens, or those of all experts of the layer.
 
     Returns:
       This device's part of the output, from its shard of F.
     """
     (M, D), X, E = x.shape, experts.shape[1], model.experts
     name = "gate_up" if model.gated else "up"
-    into, out = params[name].array, params["down"].array
+    into, out = params[name], params["down"]
     into_bias, out_bias = params.get(f"{name}_bias"), params.get("down_bias")
     if out_bias is not None:
         out_bias = out_bias / collectives.tensor  # outputs are summed over `tensor`
     method = experts_choice.method(M, X, E)
     if method == experts_choice.CHOSEN:
         index = experts.reshape(-1)
-        hidden = _matvec(into[index], jnp.repeat(x, X, axis=0))
+        hidden = _matvec(_expert_matrices(into, x.dtype, index), jnp.repeat(x, X, axis=0))
         hidden = _activate(hidden if into_bias is None else hidden + into_bias[index], model)
-        outputs = _matvec(out[index], hidden)
+        outputs = _matvec(_expert_matrices(out, x.dtype, index), hidden)
         outputs = outputs if out_bias is None else outputs + out_bias[index]
         return jnp.einsum("mxd,mx->md", outputs.reshape(M, X, D), weights.astype(x.dtype))
+    into, out = _expert_matrices(into, x.dtype), _expert_matrices(out, x.dtype)
     if method == experts_choice.ALL:
         hidden = matmul(x[None], OutputMajor(into))[0]
         hidden = _activate(hidden if into_bias is None else hidden + into_bias, model)
@@ -146,6 +149,15 @@ def _inference_experts(
     outputs = grouped.grouped_matmul_transposed(hidden, out, layout.group)
     outputs = layout.gather(outputs if out_bias is None else outputs + out_bias[layout.group][:, None])
     return jnp.einsum("mxd,mx->md", outputs.reshape(M, X, D), weights.astype(x.dtype))
+
+
+def _expert_matrices(
+    weight: OutputMajor | QuantizedWeight, dtype: jax.typing.DTypeLike, index: Int[Array, " R"] | None = None
+) -> Float[Array, "*R_outputs_inputs"]:
+    """Returns the matrices of all experts, or of those of an index, in float."""
+    if isinstance(weight, OutputMajor):
+        return weight.array if index is None else weight.array[index]
+    return dequantize(weight if index is None else weight[index], dtype)
 
 
 def _activate(y: Float[Array, "*batch outputs F"] | Float[Array, "*batch F"], model: Architecture) -> Array:

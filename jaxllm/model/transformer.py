@@ -96,6 +96,11 @@ def _angles(
     return {kind: layers.rope_angles(positions, model, kind, long) for kind in kinds}
 
 
+def attention_inputs(positions: Int[Array, "B T"], model: Architecture) -> AttentionInputs:
+    """Returns the attention inputs of a forward pass without a cache, packing or padding."""
+    return AttentionInputs(positions, None, None, _angles(positions, None, model, 0), PLAIN, 0)
+
+
 def forward(
     params: Params,
     tokens: Int[Array, "B T"],
@@ -135,7 +140,7 @@ def forward(
       layers times `router_aux_weight`).
     """
     angles = _angles(positions, segments, model, capacity if cache is not None else 0)
-    attention_inputs = AttentionInputs(positions, segments, valid, angles, attention, attention_chunk)
+    inputs = AttentionInputs(positions, segments, valid, angles, attention, attention_chunk)
     token_mask = jnp.ones(tokens.shape, bool)
     if segments is not None:
         token_mask = segments > 0
@@ -145,7 +150,7 @@ def forward(
     def run_block(
         x: Array, layer: Params, kind: str, cached: LayerCache | None
     ) -> tuple[Array, LayerCache | None, Array]:
-        return block(x, layer, model, kind, attention_inputs, token_mask, cached, collectives)
+        return block(x, layer, model, kind, inputs, token_mask, cached, collectives)
 
     x = embed(tokens, positions, collectives.weights(params["embed"], "embed"), model, collectives)
     aux_loss, new_cache = jnp.zeros((), jnp.float32), None

@@ -96,12 +96,12 @@ def confirm_inference(
     Raises:
       RunError: none of the compiled candidates fits.
     """
-    fitting = [each for each in result.fitting if inference.has_program(each.choice, result.device)]
+    fitting = [each for each in result.fitting if inference.has_program(each.choice, result.device, result.space.model)]
 
     def compile_one(estimate: InferenceEstimate) -> Mapping[str, Inspection]:
         choice = estimate.choice
         chunk = min(PREFILL_CHUNK, choice.context)
-        sizes = (choice.batch, choice.context, chunk, DECODE_STEPS, choice.cache, choice.mesh)
+        sizes = (choice.batch, choice.context, chunk, DECODE_STEPS, choice.cache, choice.mesh, choice.weights)
         return compile_for(config, SamplingSpec(*sizes))
 
     return _confirm(fitting, wanted, result.device, compile_one)

@@ -16,6 +16,7 @@ from jaxllm.ledger.formula import inference_memory, roofline
 from jaxllm.ledger.formula.exact import formats as formats_lib
 from jaxllm.ledger.rows import Ledger, Unknown
 from jaxllm.plan.request import SearchResult
+from jaxllm.quantize import formats as quantize_formats
 from jaxllm.step.precision import policy_for
 
 # Formats narrower than the compute format, in the order in which a plan tries them.
@@ -121,10 +122,15 @@ class InferenceEstimate:
 InferenceResult = SearchResult[InferenceSpace, InferenceChoice, InferenceEstimate]
 
 
-def has_program(choice: InferenceChoice, device: Device) -> bool:
+def has_program(choice: InferenceChoice, device: Device, model: Architecture) -> bool:
     """Returns True if the decoder supports weights and cache in these formats."""
     compute_format = bill.compute_format(device.platform)
-    return choice.weights == compute_format and choice.cache in (compute_format, formats_lib.INT8)
+    quantized = quantize_formats.from_name(choice.weights)
+    one = choice.mesh.count == 1 and device.platform != "tpu"
+    weights = choice.weights == compute_format or (
+        quantized is not None and one and quantize_formats.divides(model, quantized)
+    )
+    return weights and choice.cache in (compute_format, formats_lib.INT8)
 
 
 def weight_formats(device: Device) -> tuple[str, ...]:

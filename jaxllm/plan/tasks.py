@@ -61,8 +61,8 @@ def plan_inference(request: PlanRequest, output: Output) -> dict[str, Any]:
         advice = remedies.inference_remedies(result, request.margin)
         nothing = _show_nothing_fits(result.best, ledger, request.budget, advice, output)
         return plan_json.inference_json(result, confirmation, output.top, None, nothing)
-    if not inference.has_program(best := result.best, request.device):
-        output.say(f"not compiled: the decoder does not support {best.weights} weights with {best.cache} KV cache yet")
+    if not inference.has_program(best := result.best, request.device, request.model):
+        output.say(f"not compiled: the decoder does not support this yet: {best.summary}")
     else:
         wanted, compile_for = _compiler(request, request.count, output)
         if compile_for is not None:

@@ -29,7 +29,6 @@ from jaxllm.decode.sampling import SamplingOptions
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import Result, SampleRequest, Times, check
-from jaxllm.engine.weights import load_weights
 from jaxllm.errors import UserError
 from jaxllm.interop import peft
 from jaxllm.interop.pretrained import Pretrained
@@ -39,7 +38,8 @@ from jaxllm.ledger.advice import out_of_memory
 from jaxllm.ledger.formula.exact.formats import AUTO, INT8
 from jaxllm.ledger.runtime.sampling import SamplingBill
 from jaxllm.parallel import mesh as mesh_lib
-from jaxllm.sample import chat
+from jaxllm.sample import chat, quantization
+from jaxllm.sample.quantization import Quantization
 from jaxllm.step.precision import policy_for
 
 _MODEL = flags.DEFINE_string("model", None, "Workdir of a run, Hugging Face folder, .gguf file, or Hugging Face id.")
@@ -64,6 +64,9 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.
 _CACHE_DTYPE = flags.DEFINE_enum(
     "cache_dtype", AUTO, [AUTO, INT8], "KV cache dtype: auto is the compute dtype; int8 takes less memory."
 )
+_QUANTIZE = flags.DEFINE_string("quantize", None, f"Quantize weights: {' | '.join(quantization.NAMES)}.")
+_GROUP = flags.DEFINE_string("group", "", f"Inputs per scale: {' | '.join(quantization.GROUPS)}.")
+_CALIBRATION = flags.DEFINE_string("calibration", None, "Text file for gptq and awq: typical text of the model's use.")
 _MESH = flags.DEFINE_string("mesh", "tensor=1", "Devices to sample on: tensor=N, or data=M,tensor=N.")
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "Recompute keys and values for every token instead of caching them.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Continue after an end-of-text token.")
@@ -97,28 +100,31 @@ def main() -> None:
         raise UserError(f"--no_cache cannot be combined with {other}; remove one of them")
     commandline.keep_compiled_programs()
     check(request, len(_PROMPT.value))  # before the weights are read, which can take minutes
+    quantize = quantization.parse(_QUANTIZE.value, _GROUP.value, _CALIBRATION.value)
     sizes = inference_mesh.parse(_MESH.value)
     mesh = _make_mesh(sizes)
     opened = open_any.open_any(spec)
     if _ADAPTER.value:
         opened = peft.with_adapters(opened, pathlib.Path(_ADAPTER.value).expanduser())
+    quantize.check(opened.model, sizes)
     dtype = policy_for("auto", jax.default_backend()).compute_dtype
     if _CHAT.value:
         chat.run(
             opened,
             request,
             _PROMPT.value,
-            lambda tokens: _bill(opened, 1, tokens, sizes),
+            lambda tokens: _bill(opened, 1, tokens, sizes, quantize),
             dtype,
             cache_lib.dtype_of(_CACHE_DTYPE.value, dtype),
+            lambda: quantize.load(opened, dtype, mesh),
             mesh,
             as_json=_JSON.value,
         )
         return
     tokenizer = _tokenizer(opened)
-    bill = _admit(opened, tokenizer, request, sizes)
+    bill = _admit(opened, tokenizer, request, sizes, quantize)
     with out_of_memory.explained(lambda error: bill.oom_message("while sampling", error)):
-        _sample(opened, tokenizer, request, bill, dtype, mesh)
+        _sample(opened, tokenizer, request, bill, dtype, mesh, quantize)
 
 
 def _make_mesh(sizes: InferenceMesh) -> Mesh | None:
@@ -148,7 +154,9 @@ def _tokenizer(opened: Pretrained) -> Tokenizer:
     return tokenizer
 
 
-def _admit(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, sizes: InferenceMesh) -> SamplingBill:
+def _admit(
+    opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, sizes: InferenceMesh, quantize: Quantization
+) -> SamplingBill:
     """Prints and checks the memory bill of the run, before the weights are read.
 
     Raises:
@@ -156,18 +164,20 @@ def _admit(opened: Pretrained, tokenizer: Tokenizer, request: SampleRequest, siz
     """
     longest = max(len(engine.encode(prompt, tokenizer, opened.model)) for prompt in _PROMPT.value)
     context = engine.capacity_for(longest, request.max_new_tokens, opened.model)
-    bill = _bill(opened, len(_PROMPT.value), context, sizes)
+    bill = _bill(opened, len(_PROMPT.value), context, sizes, quantize)
     commandline.log(*bill.summary_lines())
     bill.require_fit()
     return bill
 
 
-def _bill(opened: Pretrained, batch: int, context: int, sizes: InferenceMesh) -> SamplingBill:
+def _bill(opened: Pretrained, batch: int, context: int, sizes: InferenceMesh, quantize: Quantization) -> SamplingBill:
     path = pathlib.Path(opened.source)
     config = checkpoint.stored_config(path)
     name = bill_lib.title(config) if config else path.name
     cache = None if _NO_CACHE.value else _CACHE_DTYPE.value
-    return SamplingBill(name, opened.model, batch, context, PREFILL_CHUNK, cache=cache, mesh=sizes)
+    return SamplingBill(
+        name, opened.model, batch, context, PREFILL_CHUNK, cache=cache, weights=quantize.name, mesh=sizes
+    )
 
 
 def _sample(
@@ -177,10 +187,11 @@ def _sample(
     bill: SamplingBill,
     dtype: Any,
     mesh: Mesh | None,
+    quantize: Quantization,
 ) -> None:
     cache = cache_lib.dtype_of(_CACHE_DTYPE.value, dtype)
     options: dict[str, Any] = {"cache_dtype": cache, "use_cache": not _NO_CACHE.value, "mesh": mesh}
-    generator = Generator(opened.model, load_weights(opened, dtype, mesh), tokenizer, dtype, **options)
+    generator = Generator(opened.model, quantize.load(opened, dtype, mesh), tokenizer, dtype, **options)
     streaming = len(_PROMPT.value) == 1 and not _JSON.value
     results, times = generator.generate(_PROMPT.value, request, _show if streaming else None)
     if _JSON.value:

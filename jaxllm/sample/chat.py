@@ -17,7 +17,7 @@ from jaxllm import commandline
 from jaxllm.engine import generator as engine
 from jaxllm.engine.generator import Generator
 from jaxllm.engine.request import Result, SampleRequest, Times
-from jaxllm.engine.weights import load_weights
+from jaxllm.engine.weights import InferenceWeights
 from jaxllm.errors import UserError
 from jaxllm.interop import chat
 from jaxllm.interop.chat import ChatTokenizer, Message
@@ -71,6 +71,7 @@ def run(
     bill: Callable[[int], SamplingBill],
     dtype: jax.typing.DTypeLike,
     cache_dtype: jax.typing.DTypeLike,
+    load: Callable[[], InferenceWeights],
     mesh: Mesh | None = None,
     *,
     as_json: bool,
@@ -85,6 +86,7 @@ def run(
         read and before each turn.
       dtype: Dtype of weights and computation.
       cache_dtype: Dtype of the cache.
+      load: Function that loads the weights.
       mesh: Device mesh; None for one device.
       as_json: Whether to print one JSON object at the end instead of text.
 
@@ -107,9 +109,8 @@ def run(
     first = engine.encode(_rendered(opened.text, [_user(prompts[0] if prompts else "Hello")]), tokenizer, opened.model)
     admit(1, engine.capacity_for(len(first), request.max_new_tokens, opened.model))
     with out_of_memory.explained(lambda error: bills[-1].oom_message("in the conversation", error)):
-        params = load_weights(opened, dtype, mesh)
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "admit": admit, "mesh": mesh}
-        generator = Generator(opened.model, params, tokenizer, dtype, **options)
+        generator = Generator(opened.model, load(), tokenizer, dtype, **options)
         turns = _run_turns(Conversation(generator, opened.text, request), prompts, as_json)
     if turns:
         commandline.log(*bills[-1].reconcile(generator.live, generator.compiled_peaks()))

@@ -39,8 +39,14 @@ def generator(model, sizes=None, **options):
 
 
 # The vocabulary of 261 does not divide, and four devices outnumber the two key/value heads of most models.
-@pytest.mark.parametrize("sizes", [InferenceMesh(tensor=4), InferenceMesh(data=2, tensor=2)], ids=str)
-@pytest.mark.parametrize("name", models.ALL)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, InferenceMesh(tensor=4)) for name in models.ALL),
+        ("sliding", InferenceMesh(data=2, tensor=2)),
+        ("experts", InferenceMesh(data=2, tensor=2)),
+    ],
+)
 def test_tokens_of_one_device(name, sizes):
     model = dataclasses.replace(models.ALL[name], vocab_size=261)
     results, _ = generator(model).generate(PROMPTS, REQUEST)
@@ -69,8 +75,14 @@ def test_arrays_are_sharded():
         assert x.sharding.is_fully_replicated == (x.ndim == 1), x.shape  # only norms
 
 
-@pytest.mark.parametrize("sizes", [InferenceMesh(tensor=4), InferenceMesh(data=2, tensor=2)], ids=str)
-@pytest.mark.parametrize("name", ["rotary", "sliding", "experts"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("rotary", InferenceMesh(tensor=4)),
+        ("sliding", InferenceMesh(data=2, tensor=2)),
+        ("experts", InferenceMesh(data=2, tensor=2)),
+    ],
+)
 def test_layout_of_tpus(name, sizes):
     """Stacked layers decode on a mesh as per-layer ones do on one device."""
     model = models.ALL[name]

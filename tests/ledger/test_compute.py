@@ -158,13 +158,13 @@ def test_decode_reads_all_weights_and_all_keys():
 
 
 def test_narrow_formats_are_read_with_their_scales():
-    """int4 in groups of 32 takes half a byte and a sixteenth of two bytes per matrix element; norms stay in 16 bits."""
+    """int4 in groups of 32 takes half a byte and a sixteenth of two bytes per matrix element; the rest has 16 bits."""
     model = ARCHITECTURES["llama3-8b"]
-    norms = (2 * model.layers + 1) * model.width
-    matrices = parameter_count(model) - model.vocab_size * model.width - norms + model.width  # a row is looked up
+    matrices = compute.matmul_parameters(model) - model.vocab_size * model.width
+    rest = parameter_count(model) - matrices - model.vocab_size * model.width + model.width  # a row is looked up
     for dtype, each in (("int8-128", 1 + 2 / 128), ("int4-32", 0.5 + 2 / 32), ("bf16", 2)):
         work = compute.decode_token(model, 1, 1, dtype, "bf16")
-        assert work.bytes_of["weights"] == pytest.approx(matrices * each + 2 * norms, rel=1e-7)
+        assert work.bytes_of["weights"] == pytest.approx(matrices * each + 2 * rest, rel=1e-7)
     cache = compute.decode_token(model, 1, 8192, "bf16", "int8").bytes_of["KV cache"]
     assert cache == 2 * model.layers * 8192 * model.kv_heads * (model.head_dim + 4)
 

@@ -25,6 +25,7 @@ from jaxllm.ledger.formula.inference_memory import inference
 from jaxllm.ledger.rows import DECODE, PREFILL
 from jaxllm.model import transformer
 from jaxllm.model.specs import abstract, param_specs, parameter_count
+from jaxllm.quantize import formats as quantize_formats
 
 # Large enough that arrays outweigh XLA's small buffers.
 SIZES = {"vocab_size": 4096, "layers": 4, "width": 128, "head_dim": 32, "mlp_width": 384, "context_length": 1024}
@@ -152,12 +153,14 @@ def test_scoring_a_prompt_against_the_reference():
 
 @pytest.mark.parametrize(("name", "per_parameter"), [("fp16", 2), ("int8", 1), ("int4", 0.5)])
 def test_bytes_a_parameter(name, per_parameter):
-    """Checks 2, 1 and 1/2 bytes plus scales; at 70 billion parameters norms are negligible."""
-    ledger = inference(LLAMA70, 1, 1, 1, name, "fp16")
+    """Checks 2, 1 and 1/2 bytes plus scales for the matrices of layers; embeddings and head have 2, norms little."""
+    ledger = inference(LLAMA70, 1, 1, 1, name, "fp16", platform="gpu")
     weights = {
         row.name: row.bytes_per_device for row in ledger.rows if row.kind == "weights" and row.phase == "persistent"
     }
-    assert weights["weights"] == pytest.approx(per_parameter * parameter_count(LLAMA70), rel=1e-4)
+    tables = 2 * LLAMA70.vocab_size * LLAMA70.width
+    matrices = parameter_count(LLAMA70) - tables
+    assert weights["weights"] == pytest.approx(per_parameter * matrices + 2 * tables, rel=1e-4)
     assert ("scales" in weights) == (name != "fp16")
 
 
@@ -165,22 +168,42 @@ def test_bytes_a_parameter(name, per_parameter):
     ("name", "scales"), [("int8", None), ("int8-128", 128), ("int4", 128), ("int4-64", 64), ("int4-32", 32)]
 )
 def test_scales_to_the_byte(name, scales):
-    """Two bytes per channel, or per group of a channel; counted here array by array."""
-    D, F, H, V = BASE.width, BASE.mlp_width, BASE.head_dim, BASE.vocab_size
-    channels = {  # outputs -> elements that each sums over, for one layer; then the embeddings
+    """Two bytes per output, or per group of its inputs; counted here array by array."""
+    D, F, H = BASE.width, BASE.mlp_width, BASE.head_dim
+    channels = {  # outputs -> elements that each sums over, for one layer
         "attention": [((BASE.heads + 2 * BASE.kv_heads) * H, D), (D, BASE.heads * H)],
         "MLP": [(2 * F, D), (D, F)],
     }
     per_layer = [pair for pairs in channels.values() for pair in pairs]
     groups = sum(BASE.layers * outputs * (math.ceil(inputs / scales) if scales else 1) for outputs, inputs in per_layer)
-    groups += V * (math.ceil(D / scales) if scales else 1)
     rows = {row.name: row for row in inference(BASE, 1, 64, 16, name, "fp32").rows}
     assert rows["scales"].bytes_per_device == 2 * groups
-    norms = (2 * BASE.layers + 1) * D
     bits = 4 if name.startswith("int4") else 8
-    matrices = parameter_count(BASE) - norms
-    assert rows["weights"].bytes_per_device == matrices * bits // 8 + 2 * norms
-    assert rows["weights"].formula.startswith(f"{matrices:,} × {bits} bits + {norms:,} × 2 B")
+    matrices = BASE.layers * sum(outputs * inputs for outputs, inputs in per_layer)
+    rest = parameter_count(BASE) - matrices
+    assert rows["weights"].bytes_per_device == matrices * bits // 8 + 4 * rest
+    assert rows["weights"].formula.startswith(f"{matrices:,} × {bits} bits + {rest:,} × 4 B")
+
+
+@pytest.mark.parametrize("model", [BASE, EXPERTS, GPT, GEMMA], ids=["rotary", "experts", "learned", "sliding"])
+@pytest.mark.parametrize("name", ["int8", "int8-32", "int4-64", "int4-32-asymmetric", "int4-channel"])
+def test_quantized_state_is_exact(model, name):
+    """Codes, scales and offsets as the decoder stores them, and everything else in float32."""
+    fmt = quantize_formats.from_name(name)
+    program = programs.decode(model, 2, 8, 128, jnp.float32, layout=PER_LAYER, quantize=fmt)
+    ledger = inference(model, 2, 128, 16, name, "fp32", platform="cpu")
+    assert ledger.kind_bytes("weights") == tree_bytes(program.inputs[0])
+    assert ledger.persistent_bytes == tree_bytes(program.inputs[:2])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-64"])
+def test_quantized_prefill_is_near_xlas(name):
+    """A chunk of a prompt takes the workspaces of float weights, and the largest matrix in float."""
+    fmt = quantize_formats.from_name(name)
+    program = programs.prefill(BASE, 1, 64, 128, jnp.float32, layout=PER_LAYER, quantize=fmt)
+    peak = inspection.figures(program.compile())["peak"]
+    ledger = inference(BASE, 1, 128, 64, name, "fp32", platform="cpu")
+    assert ledger.persistent_bytes + ledger.phase_bytes(PREFILL) == pytest.approx(peak, rel=0.1)
 
 
 def test_a_format_that_does_not_exist():

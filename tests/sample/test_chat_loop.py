@@ -90,8 +90,8 @@ def test_a_model_without_a_template_or_a_tokenizer_is_refused_before_its_weights
     params = gguf_models.random_params(MODEL)
 
     def run(opened):
-        dtypes = (jnp.float32, jnp.float32)
-        chat.run(opened, SampleRequest(), ["hi"], lambda tokens: pytest.fail("billed"), *dtypes, as_json=False)
+        rest = (jnp.float32, jnp.float32, lambda: pytest.fail("loaded"))
+        chat.run(opened, SampleRequest(), ["hi"], lambda tokens: pytest.fail("billed"), *rest, as_json=False)
 
     for tokenizer, words in ((None, "has no tokenizer"), (ByteTokenizer(), "has no chat template")):
         gguf.write(tmp_path / "m.gguf", MODEL, params, Text(tokenizer), quantization="F32")

@@ -96,6 +96,10 @@ def test_live_text_and_times_apart(workdir):
         (["--model={workdir}", "--prompt=x", "--temperature=-1"], "temperature"),
         (["--model={workdir}", "--prompt=x", "--mesh=tensor=64"], "--mesh tensor=64 needs 64 devices"),
         (["--model={workdir}", "--prompt=x", "--mesh=4"], "--mesh is '4'"),
+        (["--model={workdir}", "--prompt=x", "--quantize=int3"], "--quantize is 'int3'"),
+        (["--model={workdir}", "--prompt=x", "--group=64"], "--group goes with --quantize"),
+        (["--model={workdir}", "--prompt=x", "--quantize=awq-int4"], "needs a text for --calibration"),
+        (["--model={workdir}", "--prompt=x", "--quantize=int4", "--group=128"], "do not divide; give --group"),
         (["--model={workdir}", "--prompt=x", "--top_q=1"], "--top_p"),
     ],
 )
@@ -213,3 +217,16 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
         assert jax.config.jax_compilation_cache_dir == before
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_quantized_weights_are_billed_to_the_byte(workdir, tmp_path):
+    text = tmp_path / "calibration.txt"
+    text.write_text("alpha beta gamma delta " * 400)
+    arguments = [f"--model={workdir}", "--prompt=alpha ", "--max_new_tokens=4", "--json", "--ignore_eos"]
+    for quantize in (["--quantize=int8"], ["--quantize=gptq-int4", "--group=channel", f"--calibration={text}"]):
+        done = runs.command("jaxllm.sample", *arguments, *quantize)
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["results"][0]["tokens"]) == 4
+        assert "scales " in done.stderr
+        measured = next(line for line in done.stderr.splitlines() if line.startswith("ledger: measured: "))
+        assert measured.count("B (as billed)") == 2

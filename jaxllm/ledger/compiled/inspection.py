@@ -20,6 +20,7 @@ from jaxllm.ledger.compiled import hlo, matmuls
 from jaxllm.ledger.formula.exact.formats import AUTO
 from jaxllm.ledger.rows import Unknown, figure_from_json, figure_to_json
 from jaxllm.programs import Program
+from jaxllm.quantize import formats as quantize_formats
 from jaxllm.step.precision import policy_for
 
 # Fields for device memory. The host memory fields are separate and not included in them.
@@ -48,6 +49,7 @@ class SamplingSpec:
       steps: Maximum tokens per sequence that one decode call generates.
       cache: Format of keys and values: int8, or any other for the compute dtype.
       mesh: Number of devices along each mesh axis.
+      weights: Format of the weights: a name of `quantize.formats`, or any other for the compute dtype.
     """
 
     batch: int
@@ -56,6 +58,7 @@ class SamplingSpec:
     steps: int
     cache: str = AUTO
     mesh: InferenceMesh = ONE_DEVICE
+    weights: str = AUTO
 
 
 def task_programs(
@@ -75,8 +78,9 @@ def task_programs(
         return {"train_step": programs.train_step(config, step_spec, mesh)}  # type: ignore[arg-type]
     dtype = policy_for("auto", platform).compute_dtype
     layout = weights.layout_for(platform)
+    quantize = quantize_formats.from_name(sampling.weights)
     over = mesh if sampling.mesh.count > 1 else None
-    cache_spec = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), layout, over)
+    cache_spec = (sampling.context, dtype, cache_lib.dtype_of(sampling.cache, dtype), layout, over, quantize)
     return {
         "prefill": programs.prefill(model, sampling.batch, sampling.chunk, *cache_spec),
         "decode": programs.decode(model, sampling.batch, sampling.steps, *cache_spec),

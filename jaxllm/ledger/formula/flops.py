@@ -221,6 +221,7 @@ def prefill(
     weight_dtype: str,
     cache_dtype: str,
     mesh: InferenceMesh = ONE_DEVICE,
+    platform: str = "",
 ) -> Work:
     """Returns the work of one device in prefilling `tokens` prompt tokens of each of `batch` sequences in one call.
 
@@ -230,7 +231,7 @@ def prefill(
     model, batch = mesh.shard(model), mesh.rows(batch)
     head = 2 * model.vocab_size * model.width
     flops = forward_flops(model, batch, tokens) - head * batch * (tokens - 1)
-    weights = _weight_bytes(model, batch * tokens, weight_dtype)
+    weights = _weight_bytes(model, batch * tokens, weight_dtype, platform)
     moved = {"weights": weights, "KV cache": _cache_bytes(model, batch, tokens, cache_dtype)}
     return Work({"forward": flops}, moved, batch * tokens)
 
@@ -242,6 +243,7 @@ def decode_token(
     weight_dtype: str,
     cache_dtype: str,
     mesh: InferenceMesh = ONE_DEVICE,
+    platform: str = "",
 ) -> Work:
     """Returns the work of one device for one new token for each of `batch` sequences of `length` tokens.
 
@@ -252,7 +254,8 @@ def decode_token(
     model, batch = mesh.shard(model), mesh.rows(batch)
     slots = sum(cache_slots(model, kind, length) for kind in kinds(model))
     flops = batch * (2 * matmul_parameters(model) + _pair_flops(model) * slots)
-    weights, cache = _weight_bytes(model, batch, weight_dtype), _cache_bytes(model, batch, length, cache_dtype)
+    weights = _weight_bytes(model, batch, weight_dtype, platform)
+    cache = _cache_bytes(model, batch, length, cache_dtype)
     return Work({"forward": flops}, {"weights": weights, "KV cache": cache}, batch)
 
 
@@ -263,12 +266,12 @@ def _cache_bytes(model: Architecture, batch: int, length: int, dtype: str) -> in
     return 2 * batch * slots * model.kv_heads * (model.head_dim * itemsize + scale)
 
 
-def _weight_bytes(model: Architecture, tokens: int, dtype: str) -> int:
+def _weight_bytes(model: Architecture, tokens: int, dtype: str, platform: str) -> int:
     """Returns the bytes of weights, with their scales, that `tokens` tokens read.
 
     Each expert counts at most once. Embeddings count the rows that are looked up; a tied table also counts as the head.
     """
-    stored, total = formats.by_name(dtype), 0
+    stored, total = formats.by_name(dtype, platform), 0
     for spec in leaves(param_specs(model)):
         size = stored.element_bytes(spec) + stored.scale_bytes(spec)
         if spec.role == "embedding":

@@ -61,7 +61,7 @@ def inference(
     vocab_size = model.vocab_size
     model, batch = mesh.shard(model), mesh.rows(batch)
     made = [
-        *weight_rows(model, weight_dtype),
+        *weight_rows(model, weight_dtype, platform),
         *(cache_rows(model, batch, capacity, cache_dtype) if use_cache else _tokens(batch, capacity)),
         *_state(vocab_size, batch),
     ]
@@ -86,15 +86,15 @@ def _attention_line(model: Architecture, held: tuple[str, ...], platform: str) -
     return f"attention: of prompts xla, chunk by chunk; of new tokens {of_tokens.implementation} ({of_tokens.why})"
 
 
-def weight_rows(model: Architecture, weight_dtype: str) -> list[Row]:
+def weight_rows(model: Architecture, weight_dtype: str, platform: str) -> list[Row]:
     """Returns a row for the weights in a format, and one for its scales if it has any."""
-    specs, stored = leaves(param_specs(model)), formats.by_name(weight_dtype)
+    specs, stored = leaves(param_specs(model)), formats.by_name(weight_dtype, platform)
     size = sum(map(stored.element_bytes, specs))
     count = sum(spec.size for spec in specs)
     if not stored.scaled:
         return [Row("weights", "weights", PERSISTENT, size, f"{count:,} × {stored.bits // 8} B")]
-    wide = sum(spec.size for spec in specs if not spec.decays)
-    formula = f"{count - wide:,} × {stored.bits} bits + {wide:,} × 2 B"
+    rest = sum(spec.size for spec in specs if not stored.quantizes(spec))
+    formula = f"{count - rest:,} × {stored.bits} bits + {rest:,} × {stored.rest // 8} B"
     scales = sum(map(stored.scale_bytes, specs))
     scale = f"{scales // formats.SCALE_BYTES:,} × {formats.SCALE_BYTES} B"
     return [

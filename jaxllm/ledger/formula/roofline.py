@@ -122,7 +122,7 @@ def prefill(
       dtype: Dtype of the matmuls: float32 | bfloat16 | float16.
       mesh: Number of devices along each mesh axis.
     """
-    work = flops.prefill(model, batch, tokens, weight_dtype, cache_dtype, mesh)
+    work = flops.prefill(model, batch, tokens, weight_dtype, cache_dtype, mesh, device.platform)
     return _inference(work, model, batch, tokens, device, dtype, mesh)
 
 
@@ -137,7 +137,7 @@ def decode_token(
     mesh: InferenceMesh = ONE_DEVICE,
 ) -> Roofline:
     """Returns the roofline of one new token for `batch` sequences of `length` tokens; arguments as for `prefill`."""
-    work = flops.decode_token(model, batch, length, weight_dtype, cache_dtype, mesh)
+    work = flops.decode_token(model, batch, length, weight_dtype, cache_dtype, mesh, device.platform)
     return _inference(work, model, batch, 1, device, dtype, mesh)
 
 

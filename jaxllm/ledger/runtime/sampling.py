@@ -30,6 +30,7 @@ class SamplingBill:
       device: Device specification; this machine's by default.
       used_by_others: Bytes in use on the device by others; measured by default.
       cache: Format of keys and values; None for no cache, where every token runs a whole forward pass.
+      weights: Format of the weights.
       mesh: Number of devices along each mesh axis.
 
     Raises:
@@ -46,6 +47,7 @@ class SamplingBill:
         device: Device | None = None,
         used_by_others: Figure | None = None,
         cache: str | None = AUTO,
+        weights: str = AUTO,
         mesh: InferenceMesh = ONE_DEVICE,
     ):
         self._device = device or detect.this_machine()
@@ -54,7 +56,8 @@ class SamplingBill:
 
         def ledger_for(batch: int, context: int) -> Ledger:
             sizes = (batch, context, min(chunk, context))
-            options: dict[str, Any] = {"cache": cache or AUTO, "use_cache": cache is not None, "mesh": mesh}
+            options: dict[str, Any] = {"weights": weights, "cache": cache or AUTO, "mesh": mesh}
+            options["use_cache"] = cache is not None
             ledger = bill.sampling(name, model, self._device, *sizes, **options)
             return dataclasses.replace(ledger, capacity_bytes=available)
 

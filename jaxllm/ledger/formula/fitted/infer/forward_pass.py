@@ -94,11 +94,11 @@ class Pass:
         rings = sum(held for kind in self.model.pattern if (held := self.slots(kind)) < self.capacity)
         return 2 * self.model.repeats * self.batch * self.model.kv_heads * self.model.head_dim * rings * self.c
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's weights in the compute dtype."""
-        layers = param_specs(self.model)["layers" if self.model.repeats else "tail"][0]
-        return sum(spec.size for spec in leaves(layers)) // max(self.model.repeats, 1) * self.c
+
+def largest_matrix(model: Architecture) -> int:
+    """Returns the elements of the largest matrix of a layer, fused as in `decode.weights`."""
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    return model.width * max(heads, (2 if model.gated else 1) * model.mlp_width * max(model.experts, 1))
 
 
 def experts_elements(one: Pass) -> int:

@@ -1,13 +1,14 @@
 """Memory of prefill and decode on each platform, beside weights and cache; the rules are in `cpu`, `gpu` and `tpu`.
 
-Not checked against any program: weights in int8 and int4.
+Quantized weights are checked against programs of a CPU.
 """
 
 from jaxllm.config import Architecture
 from jaxllm.ledger.formula.exact import formats
 from jaxllm.ledger.formula.fitted.infer import cpu, gpu, tpu
-from jaxllm.ledger.formula.fitted.infer.forward_pass import Pass
+from jaxllm.ledger.formula.fitted.infer.forward_pass import Pass, largest_matrix
 from jaxllm.ledger.rows import PREFILL, Row
+from jaxllm.quantize.formats import FEW_ROWS
 
 
 def workspace_rows(
@@ -45,9 +46,8 @@ def workspace_rows(
         made = tpu.prefill_rows(model, batch, capacity, tokens, weight_dtype, cache_dtype, vector_memory, phase, cached)
     else:
         made = tpu.decode_rows(one)
-    if formats.by_name(weight_dtype).scaled:
-        # One layer in the compute dtype; a kernel that reads the stored format needs none.
-        made.append(
-            Row("weights of one layer, dequantized", "weights", phase, one.layer_bytes, f"{one.layer_bytes:,} B")
-        )
+    if formats.by_name(weight_dtype).scaled and one.count > FEW_ROWS:
+        # A few rows read the codes; for more, one matrix at a time is dequantized.
+        size = largest_matrix(model) * one.c
+        made.append(Row("largest matrix, dequantized", "weights", phase, size, f"{size // one.c:,} × {one.c} B"))
     return made
