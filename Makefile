@@ -15,7 +15,7 @@ PARITY ?= .venv-parity
 PYTEST_ARGS ?=
 
 # The tests that depend on the versions of JAX and Grain; the others run once, on one Python.
-NEWER_TESTS := $(addprefix tests/,checkpoints data decode engine kernels ledger model parallel properties sample step train)
+NEWER_TESTS := $(addprefix tests/,checkpoints data decode engine kernels ledger model parallel properties quantize sample step train)
 
 .PHONY: quickstart chat test test-slow test-newer test-aot test-parity lint format clean
 
