@@ -45,7 +45,10 @@ def _vector_product(x: Float[Array, " inputs"], weight: QuantizedWeight) -> Floa
     # A byte is 16 · high + low, so Σ low · x₀ + high · x₁ = Σ low · (x₀ - x₁ / 16) + byte · x₁ / 16: one operation on
     # integers instead of two.
     first, second = halves[:, 0] - halves[:, 1] / 16, halves[:, 1] / 16
-    low, byte = (weight.codes & 15).astype(jnp.float32), weight.codes.astype(jnp.float32)
+    # XLA would move a mask by a constant out of the decode loop, and read codes and masked codes for each token. The
+    # minimum is 0, which XLA does not find out.
+    mask = 15 + jnp.minimum(jnp.abs(x[0]), 0).astype(jnp.uint8)
+    low, byte = (weight.codes & mask).astype(jnp.float32), weight.codes.astype(jnp.float32)
     sums = (low * first[None] + byte * second[None]).sum(-1)
     totals = halves.sum((1, 2))[None]
     if weight.offsets is not None:
