@@ -186,7 +186,8 @@ def show_inference(result: InferenceResult, confirmation: Confirmation[Inference
             output.say("mesh: data × tensor; peak: of one device")
         output.say("each: tokens/s of one sequence; prompts: prefill of full-context prompts for all sequences")
         batches = inference.largest_batches(result, best[0].choice).items()
-        output.say("1 has memory for " + ", or ".join(f"{batch:,} × {context:,} tokens" for context, batch in batches))
+        sizes = "; ".join(f"{batch:,} × {context:,} tokens" for context, batch in batches)
+        output.say(f"sequences and lengths that fit with the formats of 1: {sizes}")
         for name in omitted:
             output.say_column(name, columns[name])
         for why in dict.fromkeys(estimate.unknown for estimate in best if estimate.unknown):

@@ -150,10 +150,7 @@ def _collectives(inspection: Inspection, notes: Footnotes, console: Console) -> 
     for row in found:
         some = "≤" if row["conditional"] else ""
         for loop in row["unknown_loops"]:
-            some = (
-                notes.mark(Unknown(f"{loop} is counted as one iteration: its trip count is not in the program"), "")
-                + " "
-            )
+            some = notes.number(f"{loop} is counted as one iteration: its trip count is not in the program") + " "
         sizes = (row[name] for name in ("operand_bytes", "result_bytes", "ring_bytes"))
         cells = (row["dtype"], str(row["devices"]), f"{some}{row['count']:,}", *map(format_bytes, sizes))
         table.add_row(row["op"], *cells)
