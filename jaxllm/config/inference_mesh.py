@@ -106,7 +106,7 @@ def parse(text: str) -> InferenceMesh:
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in _AXES:
             near = difflib.get_close_matches(axis, _AXES, n=1)
-            hint = f"did you mean {near[0]}?" if near else "axes are data and tensor"
+            hint = f"did you mean {near[0]}?" if near else "axes are data and tensor."
             raise UserError(f"--mesh is {text!r}: {axis!r} is not an axis; {hint} Example: --mesh=data=2,tensor=4")
         if axis in sizes:
             raise UserError(f"--mesh is {text!r}: {axis} is given twice; give each axis once")

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Architecture
-from jaxllm.config.inference_mesh import InferenceMesh
+from jaxllm.config.inference_mesh import ONE_DEVICE, InferenceMesh
 from jaxllm.decode import state as state_lib
 from jaxllm.decode import weights
 from jaxllm.decode.weights import WeightLayout
@@ -25,7 +25,7 @@ AnyMesh = Mesh | AbstractMesh
 
 def size_of(mesh: AnyMesh | None) -> InferenceMesh:
     """Returns the sizes of a device mesh; None is one device."""
-    return InferenceMesh() if mesh is None else InferenceMesh(mesh.shape["data"], mesh.shape["tensor"])
+    return ONE_DEVICE if mesh is None else InferenceMesh(mesh.shape["data"], mesh.shape["tensor"])
 
 
 def collectives(mesh: AnyMesh | None) -> Collectives:

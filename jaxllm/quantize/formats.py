@@ -63,8 +63,8 @@ def parse(kind: str, group: str = "") -> QuantFormat:
     return QuantFormat(bits, sizes[group], not kind.endswith(ASYMMETRIC))
 
 
-ALL = tuple(parse(kind, group) for kind in KINDS for group in ("", *map(str, GROUPS), CHANNEL))
-ALL = tuple(dict.fromkeys(ALL))
+# Every format once, that of the default group first.
+ALL = tuple(dict.fromkeys(parse(kind, group) for kind in KINDS for group in ("", *map(str, GROUPS), CHANNEL)))
 
 
 def from_name(name: str) -> QuantFormat | None:
